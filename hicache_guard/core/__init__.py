@@ -1,0 +1,1 @@
+"""The proof machinery: page generations, versioned mappings, free checks. Knows torch, not SGLang."""

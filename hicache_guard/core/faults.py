@@ -1,0 +1,95 @@
+"""The kinds of violation, what each means, and the reports that show it in the wild.
+
+Source: the fault catalogue (C1 to C16) and the survey of public reports.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Fault(enum.Enum):
+    """One way in which physical evidence contradicts an operation."""
+
+    PADDING_PAGE = "padding-page"
+    NEGATIVE_INDEX = "negative-index"
+    OUT_OF_RANGE = "out-of-range"
+    DOUBLE_FREE = "double-free"
+    DUPLICATE_IN_CALL = "duplicate-in-call"
+    FREED_IN_PARTS = "freed-in-parts"
+    STALE_MAPPING = "stale-mapping"
+    UNMAPPED_RELEASE = "unmapped-release"
+    LIVE_PEER = "live-peer"
+    SHARED_WINDOW_SLOT = "shared-window-slot"
+    DEAD_SLOT_MAPPED = "dead-slot-mapped"
+    REPOINTED_IN_GROUP = "repointed-in-group"
+    STALE_TRANSLATION = "stale-translation"
+    LOST_ROLLBACK = "lost-rollback"
+    HANDED_OUT_LIVE = "handed-out-live"
+    BYPASS = "bypass"
+    UNPROVED_WINDOW = "unproved-window"
+
+
+@dataclass(frozen=True)
+class FaultFacts:
+    """What a person needs to know about a kind of violation.
+
+    ``says`` is a sentence fragment for reports; ``cases`` are rows of the catalogue; ``reports``
+    are numbers of public issues or pull requests in SGLang's tracker.
+    """
+
+    says: str
+    cases: tuple[str, ...] = ()
+    reports: tuple[int, ...] = ()
+
+
+FACTS: dict[Fault, FaultFacts] = {
+    Fault.PADDING_PAGE: FaultFacts(
+        "the padding page, which belongs to nobody, is freed", ("C9",), (38519,)
+    ),
+    Fault.NEGATIVE_INDEX: FaultFacts("a negative slot index is freed", ("C10",)),
+    Fault.OUT_OF_RANGE: FaultFacts("a slot beyond the end of the pool is freed", ("C10",)),
+    Fault.DOUBLE_FREE: FaultFacts(
+        "a page that is already free is freed again", ("C5", "C7", "C8"), (25805, 27779, 40305)
+    ),
+    Fault.DUPLICATE_IN_CALL: FaultFacts("one call frees the same page twice", ("C8",), (40305,)),
+    Fault.FREED_IN_PARTS: FaultFacts(
+        "the rest of a page is freed after the page was released and handed out again",
+        ("C5",),
+        (27779,),
+    ),
+    Fault.STALE_MAPPING: FaultFacts(
+        "a mapping entry outlived the page it was written for",
+        ("C1", "C4", "C5", "C12"),
+        (25805, 26078, 27779),
+    ),
+    Fault.UNMAPPED_RELEASE: FaultFacts(
+        "a window slot is released through an entry that maps to nothing",
+        ("C6", "C7", "C15"),
+        (38519,),
+    ),
+    Fault.LIVE_PEER: FaultFacts(
+        "a full page is freed while its window peer is live", ("C4", "C11"), (36723,)
+    ),
+    Fault.SHARED_WINDOW_SLOT: FaultFacts(
+        "two full slots are mapped to one window slot", (), (35501, 27586)
+    ),
+    Fault.DEAD_SLOT_MAPPED: FaultFacts("a mapping entry is written for a slot that is not live"),
+    Fault.REPOINTED_IN_GROUP: FaultFacts(
+        "a deferred free would release a window slot that the mapping was re-pointed to meanwhile",
+        (),
+        (36081, 36135),
+    ),
+    Fault.STALE_TRANSLATION: FaultFacts(
+        "a translation outlived the mapping it was read from", ("C2", "C3"), (25889,)
+    ),
+    Fault.LOST_ROLLBACK: FaultFacts(
+        "free lists are rolled back and the mapping is not", ("C12",)
+    ),
+    Fault.HANDED_OUT_LIVE: FaultFacts("a page is handed out while it is live: two owners"),
+    Fault.BYPASS: FaultFacts("pool state was changed behind the guard's seams"),
+    Fault.UNPROVED_WINDOW: FaultFacts(
+        "a prefix is reused although its window tail cannot be proved", ("C14", "C15")
+    ),
+}

@@ -1,0 +1,767 @@
+"""The policy of one pair of pools: what is checked at each kind of operation, and what follows.
+
+Adapters translate SGLang's calls into the verbs below and hold no policy of their own. A verb
+returns what the caller should do instead of what it was asked to do, or raises in strict mode.
+
+Nothing here reads the device unless a violation has already been seen or the mode is strict.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from types import FrameType
+
+import torch
+
+from hicache_guard.core.errors import GuardViolation
+from hicache_guard.core.faults import Fault
+from hicache_guard.core.journal import Journal, Operation
+from hicache_guard.core.ledger import FREED, PageLedger
+from hicache_guard.core.modes import Mode
+from hicache_guard.core.report import Violation, describe_operation, generation_text
+from hicache_guard.core.tally import Tally
+from hicache_guard.core.undo import UndoLog, UndoLogs
+from hicache_guard.core.verdict import Finding, Suspicion, Verdict, Vetted
+from hicache_guard.core.windowmap import WindowMap
+
+logger = logging.getLogger("hicache_guard")
+
+#: Reports of one kind that are logged in full; later ones are only counted.
+MAX_REPORTS_PER_KIND = 50
+#: Verdicts under way before the oldest is waited for, so that a stalled device cannot pile them up.
+MAX_VERDICTS_UNDER_WAY = 4096
+#: Backups that can be restored with their mapping; SGLang keeps one at a time.
+MAX_BACKUPS = 8
+
+Report = Callable[[Violation], None]
+
+
+class PoolGuard:
+    """Proof-keeping for a full pool and a window pool joined by a mapping.
+
+    ``full_slots`` and ``window_slots`` are capacities in slots without the padding page; ``mapping``
+    is SGLang's tensor (see ``WindowMap``). ``on_report`` receives every violation that is counted.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        *,
+        full_slots: int,
+        window_slots: int,
+        page_size: int,
+        mapping: torch.Tensor,
+        on_report: Report | None = None,
+    ) -> None:
+        device = mapping.device
+        self.mode = mode
+        self.page_size = page_size
+        self.device = device
+        self.undo = UndoLogs()
+        self.full = PageLedger("full", full_slots // page_size, page_size, device, self.undo)
+        self.window = PageLedger("window", window_slots // page_size, page_size, device, self.undo)
+        self.map = WindowMap(mapping, self.full, self.window, self.undo)
+        self.journal = Journal()
+        self.tally = Tally()
+        self.serial = 0
+        self.operation: Operation | None = None
+        #: Set once an entry of the mapping may be wrong: from then on translations are validated.
+        self.mapping_suspect = False
+        self._on_report = on_report
+        self._reported: set[tuple[int, Fault]] = set()
+        self._under_way: deque[tuple[Verdict, PageLedger, Operation]] = deque()
+        self._full_only: list[torch.Tensor] = []
+        self._aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._backups: deque[tuple[object, UndoLog]] = deque()
+
+    # -- operations ----------------------------------------------------------------------------
+
+    def begin(self, name: str, caller: FrameType) -> Operation:
+        """Open the record of an outermost operation. ``caller`` is the frame that asked for it."""
+        if self.serial >= FREED - 2:
+            self._rebase()
+        self.serial += 1
+        self.tally.operations += 1
+        self.operation = self.journal.open(self.serial, name, caller)
+        if self._under_way:
+            self.poll()
+        return self.operation
+
+    def end(self) -> None:
+        """Close the outermost operation: every mapping write until now came through a seam."""
+        self.operation = None
+        self.map.acknowledge()
+
+    def _rebase(self) -> None:
+        shift = self.serial // 2
+        self.map.rebase(shift)
+        self.full.rebase(shift)
+        self.window.rebase(shift)
+        self.serial -= shift
+        self.journal = Journal()
+        self._reported.clear()
+
+    # -- verdicts ------------------------------------------------------------------------------
+
+    def judge(self, verdict: Verdict, ledger: PageLedger) -> int | None:
+        """Act on a verdict: raise (strict), report it where it has arrived, or let it travel.
+
+        Returns the number of bad slots where known now, else None.
+        """
+        operation = self._current()
+        if self.mode is Mode.STRICT:
+            self.wait_for(verdict)
+        if not verdict.arrived():
+            self._under_way.append((verdict, ledger, operation))
+            if len(self._under_way) > MAX_VERDICTS_UNDER_WAY:
+                self.wait_for(self._under_way[0][0])
+                self.poll()
+            return None
+        if verdict.count:
+            self._report(verdict, ledger, operation)
+        return verdict.count
+
+    def wait_for(self, verdict: Verdict | Vetted) -> None:
+        """Block until the verdict is on the host; counted where it really had to wait."""
+        if not verdict.arrived():
+            self.tally.waits += 1
+            verdict.wait()
+
+    def poll(self) -> None:
+        """Report the verdicts that have arrived meanwhile, oldest first. Never blocks."""
+        while self._under_way and self._under_way[0][0].arrived():
+            verdict, ledger, operation = self._under_way[0]
+            if verdict.count and not verdict.request_facts().arrived():
+                return
+            self._under_way.popleft()
+            if verdict.count:
+                self._report(verdict, ledger, operation)
+
+    def drain(self) -> None:
+        """Wait for every verdict under way and report it; for tests, audits and shutdown."""
+        while self._under_way:
+            verdict, _, _ = self._under_way[0]
+            self.wait_for(verdict)
+            if verdict.count:
+                verdict.request_facts().wait()
+            self.poll()
+
+    def _current(self) -> Operation:
+        assert self.operation is not None, "a check runs inside an operation"
+        return self.operation
+
+    def _report(self, verdict: Verdict, ledger: PageLedger, operation: Operation) -> None:
+        facts = verdict.request_facts()
+        if not facts.arrived():
+            facts.wait()
+        for finding in verdict.findings():
+            violation = self._violation(finding, ledger, operation)
+            if self.mode is Mode.STRICT:
+                self._count(violation, operation)
+                raise GuardViolation(violation)
+            self._count(violation, operation)
+        self.mapping_suspect = self.mapping_suspect or self.mode is Mode.OBSERVE
+
+    def _count(self, violation: Violation, operation: Operation) -> None:
+        key = (operation.serial, violation.fault)
+        if key in self._reported:
+            return
+        self._reported.add(key)
+        self.tally.violations[violation.fault] += 1
+        self.tally.slots[violation.fault] += violation.slots
+        seen = self.tally.violations[violation.fault]
+        if seen <= MAX_REPORTS_PER_KIND:
+            logger.warning("%s", violation)
+            if seen == MAX_REPORTS_PER_KIND:
+                logger.warning("further %s are only counted", violation.fault.value)
+        if self._on_report is not None:
+            self._on_report(violation)
+
+    def _violation(
+        self, finding: Finding, ledger: PageLedger, operation: Operation
+    ) -> Violation:
+        page = finding.slot // self.page_size
+        found = expected = other = None
+        if finding.found >= 0:
+            freed = finding.found >= FREED
+            serial = finding.found & (FREED - 1)
+            if freed and serial == 0:
+                found = "a page that was never handed out"
+            elif freed:
+                found = "freed in " + generation_text(serial, self.journal)
+            else:
+                found = generation_text(serial, self.journal)
+            expected = (
+                f"an entry stamped {finding.expected} or a page not newer than it"
+                if finding.expected >= 0
+                else "a live page of the caller's"
+            )
+        subject = ledger
+        history_page = page
+        if finding.other >= 0:
+            side, peer = ("window", self.window) if ledger is self.full else ("full", self.full)
+            peer_page = finding.other // self.page_size
+            other = f"{side} slot {finding.other}, page {peer_page}" + self._owner_text(
+                side, finding.other
+            )
+            if side == "window":
+                subject, history_page = peer, peer_page
+        # Reading the history costs a device read: never in observe mode on a device.
+        readable = self.mode is not Mode.OBSERVE or self.device.type == "cpu"
+        lines = self.journal.history(subject.name, history_page) if readable else []
+        return Violation(
+            fault=finding.fault,
+            pool=ledger.name,
+            slot=finding.slot,
+            page=page,
+            slots=finding.count,
+            operation=describe_operation(operation),
+            request=operation.request,
+            expected=expected,
+            found=found,
+            other=other,
+            history=tuple(lines),
+        )
+
+    def _owner_text(self, side: str, slot: int) -> str:
+        if side != "window" or self.device.type != "cpu" or slot >= self.map.owner.numel():
+            return ""
+        owner = int(self.map.owner.numpy()[slot])
+        born = int(self.full.born.numpy()[min(owner // self.page_size, self.full.outside)])
+        if owner == 0 or born >= FREED:
+            return ", owned by nobody live"
+        holder = self.journal.find(born)
+        who = f" ({holder})" if holder else ""
+        return f", owned by full slot {owner} of generation {born}{who}"
+
+    # -- handing out ---------------------------------------------------------------------------
+
+    def hand_out(self, ledger: PageLedger, pages: torch.Tensor) -> None:
+        """``pages`` (int64) just left the free list of ``ledger``'s pool."""
+        operation = self._current()
+        if self.mapping_suspect or self.mode is Mode.STRICT:
+            # With every free vetted, a free list cannot hold a live page; check where one was not.
+            known = ledger.pages_of(pages * ledger.page_size)
+            found = ledger.generations(known)
+            bad = (found < FREED) | (known == 0) | (known == ledger.outside)
+            verdict = Verdict(
+                bad,
+                pages * ledger.page_size,
+                [Suspicion(Fault.HANDED_OUT_LIVE, lambda: bad)],
+                found=found,
+            )
+            self.judge(verdict, ledger)
+            pages = known
+        if ledger is self.full and self.mode is Mode.STRICT:
+            # What the mapping held for these rows, so that a later check of this operation can
+            # raise and leave even a stale entry as it was.
+            self.undo.save(self.map.mapping, self._rows_of(pages))
+        ledger.hand_out(pages, self.serial)
+        self.journal.touch(operation, "allocated", ledger.name, pages)
+
+    def _rows_of(self, pages: torch.Tensor) -> torch.Tensor:
+        if self.page_size == 1:
+            return pages
+        offsets = torch.arange(self.page_size, device=pages.device)
+        return (pages[:, None] * self.page_size + offsets).reshape(-1)
+
+    def rows_of_slots(self, slots: torch.Tensor) -> torch.Tensor:
+        """Every row of the full pages of ``slots`` (int64), each page once.
+
+        The shape is fixed: a page that is out of range or named before gives the padding page.
+        """
+        pages = self.full.pages_of(slots)
+        spare = self.full.repeated(pages) | (pages == self.full.outside)
+        return self._rows_of(torch.where(spare, 0, pages))
+
+    def keep_rows(self, slots: torch.Tensor) -> None:
+        """Keep the mapping entries around ``slots`` (int64) for whoever may have to take back."""
+        if self.undo:
+            self.undo.save(self.map.mapping, self.rows_of_slots(slots))
+
+    def mapped(self, full: torch.Tensor, window: torch.Tensor) -> None:
+        """An allocation mapped ``full[i] -> window[i]`` (int64), both fresh or continuing a page."""
+        self.map.record(full, window, self.serial)
+
+    def check_continued(self, last: torch.Tensor, continues: torch.Tensor) -> int | None:
+        """Before an extension that continues a page after the slot ``last`` (int64; -1 for none).
+
+        ``continues`` masks the requests whose last page is not full. The window side continues from
+        the translation of ``last``, so that entry must be proved and present. Returns the number of
+        bad ones where known now.
+        """
+        slots = torch.where(continues, last, 0).clamp_(0, self.map.mapping.numel() - 2)
+        window = self.map.mapping.index_select(0, slots)
+        stale = continues & ~self.map.proved(slots, window)
+        missing = continues & (window == 0)
+        bad = stale | missing
+        verdict = Verdict(
+            bad,
+            slots,
+            [
+                Suspicion(Fault.STALE_MAPPING, lambda: stale),
+                Suspicion(Fault.UNPROVED_WINDOW, lambda: missing & ~stale),
+            ],
+            expected=self.map.stamp.index_select(0, slots),
+            found=self.window.generations(self.window.pages_of(window)),
+            other=window,
+        )
+        if self.mode is Mode.STRICT:
+            self.keep_rows(slots)  # the extension will write these; see hand_out
+        return self.judge(verdict, self.full)
+
+    def reject_dead_targets(self, window: torch.Tensor) -> torch.Tensor:
+        """The window slots that a continuing allocation may map; 0 (padding) for a dead one.
+
+        Observe returns ``window`` as it is. The faults were counted by ``check_continued``.
+        """
+        if self.mode is Mode.OBSERVE:
+            return window
+        live = self.window.generations(self.window.pages_of(window)) < FREED
+        return torch.where(live, window, 0)
+
+    def check_unmapped(self, full: torch.Tensor) -> None:
+        """After an allocation that mapped none of ``full`` (int64): no old entry may remain."""
+        if full.numel() == 0:
+            return
+        window = self.map.mapping.index_select(0, full)
+        bad = window != 0
+        verdict = Verdict(
+            bad,
+            full,
+            [Suspicion(Fault.STALE_MAPPING, lambda: bad)],
+            expected=self.map.stamp.index_select(0, full),
+            found=self.full.generations(self.full.pages_of(full)),
+            other=window,
+        )
+        count = self.judge(verdict, self.full)
+        if self.mode is Mode.ENFORCE and count != 0:
+            self.map.mapping.index_fill_(0, full, 0)
+
+    # -- frees ---------------------------------------------------------------------------------
+
+    def vet_slots(self, slots: torch.Tensor, *, segment: bool) -> Vetted:
+        """Check the full slots (int64) that a public free names, before anything is freed.
+
+        ``segment`` says that the slots are consecutive from a page boundary, so that each page is
+        named by every ``page_size``-th of them. The answer has one entry for each slot.
+        """
+        ledger = self.full
+        heads = slots[:: self.page_size] if segment else slots
+        pages = ledger.pages_of(heads)
+        vetted = self._vet(ledger, heads, pages, distinct=self.page_size == 1 or segment)
+        if self.page_size == 1:
+            return vetted
+        if segment:
+            return vetted.spread(self.page_size, slots.numel())
+        later = ledger.later_part(heads, pages) & ~vetted.bad
+        parts = Verdict(
+            later,
+            heads,
+            [Suspicion(Fault.FREED_IN_PARTS, lambda: later)],
+            found=ledger.generations(pages),
+        )
+        self.judge(parts, ledger)
+        return Vetted(vetted.bad | later)
+
+    def vet_release(
+        self,
+        ledger: PageLedger,
+        items: torch.Tensor,
+        *,
+        pages: bool,
+        distinct: bool,
+        padding_expected: bool,
+    ) -> Vetted:
+        """Check what is about to enter ``ledger``'s free list: slots, or page ids (``pages``).
+
+        ``distinct`` for a release that does not remove duplicates itself. With ``padding_expected``
+        page 0 is bad but not counted: the fault that brought it here was counted already.
+        """
+        slots = items * ledger.page_size if pages else items
+        return self._vet(
+            ledger, slots, ledger.pages_of(slots), distinct=distinct, silent=padding_expected
+        )
+
+    def _vet(
+        self,
+        ledger: PageLedger,
+        slots: torch.Tensor,
+        pages: torch.Tensor,
+        *,
+        distinct: bool,
+        silent: bool = False,
+    ) -> Vetted:
+        found = ledger.generations(pages)
+        dead = found >= FREED
+        bad = dead
+        suspicions = [
+            Suspicion(Fault.NEGATIVE_INDEX, lambda: slots < 0),
+            Suspicion(Fault.OUT_OF_RANGE, lambda: pages == ledger.outside),
+            Suspicion(Fault.DOUBLE_FREE, lambda: dead & (pages > 0) & (pages < ledger.outside)),
+        ]
+        if distinct:
+            repeated = ledger.repeated(pages) & ~dead
+            bad = dead | repeated
+            suspicions.append(Suspicion(Fault.DUPLICATE_IN_CALL, lambda: repeated))
+        if silent:
+            self.judge(Verdict(bad & (pages > 0), slots, suspicions, found=found), ledger)
+            return Vetted(bad)
+        suspicions.append(Suspicion(Fault.PADDING_PAGE, lambda: (pages == 0) & (slots >= 0)))
+        verdict = Verdict(bad, slots, suspicions, found=found)
+        self.judge(verdict, ledger)
+        return Vetted(bad, verdict.count_copy)
+
+    def vet_rows(self, slots: torch.Tensor) -> Vetted:
+        """Check that full slots (int64) which a window free names are rows of the mapping."""
+        beyond = slots > self.map.mapping.numel() - 2
+        bad = (slots < 0) | beyond
+        verdict = Verdict(
+            bad,
+            slots,
+            [
+                Suspicion(Fault.NEGATIVE_INDEX, lambda: slots < 0),
+                Suspicion(Fault.OUT_OF_RANGE, lambda: beyond),
+            ],
+        )
+        self.judge(verdict, self.full)
+        return Vetted(bad, verdict.count_copy)
+
+    def note_named(self, slots: torch.Tensor, bad: torch.Tensor, *, segment: bool) -> None:
+        """Remember how far a public free reached into each of its pages."""
+        if self.page_size == 1:
+            return
+        if segment:
+            # Only the last page can be named in part.
+            start = (slots.numel() - 1) // self.page_size * self.page_size
+            slots, bad = slots[start:], bad[-1:].expand(slots.numel() - start)
+        pages = self.full.pages_of(torch.where(bad, 0, slots))
+        self.full.note_named(torch.where(bad, 0, slots), pages)
+
+    def check_entries(self, rows: torch.Tensor, *, must_be_mapped: bool) -> None:
+        """Check the mapping entries of full slots ``rows`` (int64) that a free is about to follow.
+
+        ``must_be_mapped`` for a free that releases whatever an entry holds, even "nothing". In
+        enforce mode the entries that cannot be proved are erased, so that the free skips them.
+        """
+        window = self.map.mapping.index_select(0, rows)
+        proved = self.map.proved(rows, window) | (rows == 0)
+        stale = ~proved
+        bad = stale
+
+        def shared() -> torch.Tensor:
+            slots = window.clamp(0, self.map.owner.numel() - 1)
+            return stale & (self.map.aliases(rows, slots) > 0)
+
+        suspicions = [
+            Suspicion(Fault.SHARED_WINDOW_SLOT, shared),
+            Suspicion(Fault.STALE_MAPPING, lambda: stale & ~shared()),
+        ]
+        if must_be_mapped:
+            unmapped = (window == 0) & (rows > 0)
+            bad = stale | unmapped
+            suspicions.append(Suspicion(Fault.UNMAPPED_RELEASE, lambda: unmapped))
+        verdict = Verdict(
+            bad,
+            rows,
+            suspicions,
+            expected=self.map.stamp.index_select(0, rows),
+            found=self.window.generations(self.window.pages_of(window)),
+            other=window,
+        )
+        count = self.judge(verdict, self.full)
+        if self.mode is Mode.ENFORCE and count != 0:
+            self.map.erase(rows, proved)
+
+    def check_peers_released(self, slots: torch.Tensor) -> tuple[torch.Tensor, int | None]:
+        """Check that no full slot (int64) about to be freed alone still has a live window peer.
+
+        Returns the mask of those that have one, and their number where known now.
+        """
+        window = self.map.mapping.index_select(0, slots)
+        bad = (window > 0) & self.map.proved(slots, window)
+        verdict = Verdict(
+            bad,
+            slots,
+            [Suspicion(Fault.LIVE_PEER, lambda: bad)],
+            found=self.window.generations(self.window.pages_of(window)),
+            other=window,
+        )
+        return bad, self.judge(verdict, self.full)
+
+    def note_full_only(self, slots: torch.Tensor) -> None:
+        """The full pool alone was told to free ``slots``; their window peers are due before long."""
+        self._full_only.append(slots)
+
+    def overdue_peers(self) -> torch.Tensor | None:
+        """Before an allocation: full slots freed alone whose window peers were left behind, or None.
+
+        SGLang's trees free the full side first and the window side right after, so an allocation is
+        the first moment at which a live peer can be called lost. Returns (enforce) the full slots
+        whose peers are to be released now.
+        """
+        if not self._full_only:
+            return None
+        rows = self.rows_of_slots(torch.cat(self._full_only))
+        self._full_only = []
+        window = self.map.mapping.index_select(0, rows)
+        left = (window > 0) & self.map.proved(rows, window)
+        left &= self.full.generations(self.full.pages_of(rows)) >= FREED
+        verdict = Verdict(
+            left,
+            rows,
+            [Suspicion(Fault.LIVE_PEER, lambda: left)],
+            found=self.window.generations(self.window.pages_of(window)),
+            other=window,
+        )
+        count = self.judge(verdict, self.full)
+        if self.mode is not Mode.ENFORCE or not count:
+            return None
+        return rows[left]
+
+    def released(self, ledger: PageLedger, slots: torch.Tensor) -> None:
+        """Slots (int64, in range) entered ``ledger``'s free list with their pages."""
+        pages = ledger.pages_of(slots)
+        ledger.release(pages, self.serial)
+        self.journal.touch(self._current(), "freed", ledger.name, pages)
+
+    # -- mapping writes ------------------------------------------------------------------------
+
+    def check_mapping_write(self, full: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+        """Before ``mapping[full] = window`` (int64) outside an allocation, e.g. at load-back.
+
+        Returns the window slots to write: 0 for a dead one in enforce mode. A slot that another
+        live full slot is mapped to changes hands; see ``overdue_aliases``.
+        """
+        rows = full.clamp(0, self.map.mapping.numel() - 2)
+        full_born = self.full.generations(self.full.pages_of(full))
+        window_born = self.window.generations(self.window.pages_of(window))
+        bad = (window != 0) & ((full_born >= FREED) | (window_born >= FREED) | (window < 0))
+        verdict = Verdict(
+            bad,
+            full,
+            [Suspicion(Fault.DEAD_SLOT_MAPPED, lambda: bad)],
+            found=window_born,
+            other=window.clamp(min=0),
+        )
+        self.judge(verdict, self.full)
+        aliases = self.map.aliases(rows, window.clamp(0, self.map.owner.numel() - 1))
+        self._aliases.append((aliases, window))
+        self.undo.save(self.map.mapping, rows)
+        written = torch.where(bad, 0, window) if self.mode is Mode.ENFORCE else window
+        held = torch.where(bad, 0, window).clamp(0, self.map.owner.numel() - 1)
+        self.map.record(rows, held, self.serial)
+        return written
+
+    def overdue_aliases(self) -> None:
+        """Before an allocation: a slot that changed hands must no longer be mapped by its old owner.
+
+        SGLang transfers a window slot by writing the new entry first and clearing the old one next,
+        so the overlap is only a fault once something else happens.
+        """
+        if not self._aliases:
+            return
+        old = torch.cat([full for full, _ in self._aliases])
+        window = torch.cat([slots for _, slots in self._aliases])
+        self._aliases = []
+        still = (old > 0) & (self.map.mapping.index_select(0, old) == window)
+        still &= self.map.owner.index_select(0, window.clamp(0, self.map.owner.numel() - 1)) != old
+        verdict = Verdict(
+            still,
+            old,
+            [Suspicion(Fault.SHARED_WINDOW_SLOT, lambda: still)],
+            found=self.window.generations(self.window.pages_of(window)),
+            other=window,
+        )
+        self.judge(verdict, self.full)
+        if self.mode is Mode.ENFORCE:
+            # The newer entry was written on purpose; the older one is what may free it by mistake.
+            rows = torch.where(still, old, 0)
+            self.map.erase(rows, rows == 0)
+
+    def forget_window(self, rows: torch.Tensor) -> None:
+        """Enforce: drop entries of full slots ``rows`` (int64) whose window page is free already.
+
+        For releases whose ``free_swa`` clears only the entries it was told of, while the whole
+        window page goes.
+        """
+        window = self.map.mapping.index_select(0, rows)
+        alive = self.window.generations(self.window.pages_of(window)) < FREED
+        self.map.erase(rows, alive | (window == 0))
+
+    def unseen_writes(self, mapping: torch.Tensor) -> bool:
+        """Whether ``mapping`` was written or replaced without a seam since the last operation."""
+        return self.map.unseen_writes(mapping)
+
+    def reconcile(self, mapping: torch.Tensor) -> None:
+        """Take stock after a write behind the seams: one pass over the whole mapping.
+
+        Entries for live, unshared window slots are adopted; others are reported, and erased in
+        enforce mode. Costs the size of the pool, so it only runs where such a write was noticed.
+        """
+        self.tally.unhooked_writes += 1
+        if mapping is not self.map.mapping:
+            self.map.adopt(mapping)
+        rows = torch.arange(mapping.numel() - 1, device=mapping.device)
+        window = mapping[:-1].clone()
+        proved = self.map.proved(rows, window)
+        stale_before = self.full.generations(self.full.pages_of(rows)) >= FREED
+        live = (
+            (window > 0)
+            & ~stale_before
+            & (self.window.generations(self.window.pages_of(window)) < FREED)
+        )
+        free_to_take = self.map.aliases(rows, window.clamp(0, self.map.owner.numel() - 1)) == 0
+        claims = torch.zeros_like(self.map.owner)
+        target = window.clamp(0, claims.numel() - 1)
+        claims.scatter_(0, torch.where(live & ~proved, target, 0), rows.to(torch.int32))
+        sole = claims.index_select(0, target) == rows
+        adopt = live & ~proved & free_to_take & sole
+        # Entries left behind on pages that are free already prove nothing and harm nobody yet.
+        bad = ~proved & ~adopt & ~stale_before
+        bad |= (window < 0) | (window >= self.map.owner.numel())
+        verdict = Verdict(
+            bad,
+            rows,
+            [Suspicion(Fault.BYPASS, lambda: bad)],
+            expected=self.map.stamp.index_select(0, rows),
+            found=self.window.generations(self.window.pages_of(window)),
+            other=window.clamp(min=0),
+        )
+        self.judge(verdict, self.full)
+        self.map.stamp[:-1] = torch.where(adopt, self.serial, self.map.stamp[:-1])
+        taken = torch.where(adopt, target, 0)
+        self.map.owner.scatter_(0, taken, torch.where(adopt, rows, 0).to(torch.int32))
+        if self.mode is Mode.ENFORCE:
+            mapping[:-1] = torch.where(bad, 0, window)
+            mapping[-1:].fill_(-1)
+        self.mapping_suspect = self.mapping_suspect or self.mode is not Mode.ENFORCE
+        self.map.acknowledge()
+
+    # -- translation ---------------------------------------------------------------------------
+
+    @property
+    def validates_translations(self) -> bool:
+        """Whether reads of the mapping are checked, or vouched for by the checks of its writes."""
+        return self.mapping_suspect or self.mode is Mode.STRICT
+
+    def translate(self, full: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+        """Validate a translation ``window`` that was just read for ``full`` (both same shape).
+
+        Empty entries (0) and the sentinel (-1) are legal; a stale one is reported and becomes 0 in
+        enforce mode.
+        """
+        rows = full.reshape(-1).to(torch.int64).clamp(0, self.map.mapping.numel() - 2)
+        slots = window.reshape(-1).to(torch.int64)
+        known = slots.clamp(0, self.map.owner.numel() - 1)
+        bad = (slots > 0) & ~self.map.proved(rows, known)
+        verdict = Verdict(
+            bad,
+            rows,
+            [Suspicion(Fault.STALE_MAPPING, lambda: bad)],
+            expected=self.map.stamp.index_select(0, rows),
+            found=self.window.generations(self.window.pages_of(known)),
+            other=known,
+        )
+        self.judge(verdict, self.full)
+        if self.mode is not Mode.ENFORCE:
+            return window
+        return torch.where(bad.reshape(window.shape), torch.zeros_like(window), window)
+
+    def prove_tail(self, full: torch.Tensor, window_size: int) -> tuple[torch.Tensor, Verdict]:
+        """How many of the last ``min(window_size - 1, n)`` full slots can be proved readable.
+
+        ``full`` is the path of a prefix, int64, oldest first. Returns the length (0-dim int64) of
+        the run of mapped and proved entries that ends at the resume point, and the verdict on the
+        whole tail. The rule is vLLM's and the seed article's: the window needs W - 1 tokens.
+        """
+        need = min(window_size - 1, full.numel())
+        tail = full[full.numel() - need :]
+        window = self.map.mapping.index_select(0, tail)
+        good = (window > 0) & self.map.proved(tail, window)
+        bad = ~good
+        verdict = Verdict(
+            bad,
+            tail,
+            [Suspicion(Fault.UNPROVED_WINDOW, lambda: bad)],
+            expected=self.map.stamp.index_select(0, tail),
+            found=self.window.generations(self.window.pages_of(window)),
+            other=window,
+        )
+        self.judge(verdict, self.full)
+        return good.flip(0).cumprod(0).sum(), verdict
+
+    # -- whole-pool events ---------------------------------------------------------------------
+
+    def backed_up(self, state: object) -> None:
+        """``state`` was handed out by a release's ``backup_state``; start a log that can undo."""
+        while len(self._backups) >= MAX_BACKUPS:
+            self.undo.close(self._backups.popleft()[1])
+        self._backups.append((state, self.undo.open()))
+
+    def restored(self, state: object) -> None:
+        """Free lists went back to ``state``; take ledgers (and in enforce the mapping) along.
+
+        The entries of slots that were live at the backup and are live again must be what they were.
+        """
+        log = next((log for kept, log in self._backups if kept is state), None)
+        if log is None:
+            return
+        entries = log.entries(self.map.mapping)
+        touched = [log.entries(tensor) for tensor in (self.full.born, self.window.born)]
+        for ledger, saved in zip((self.full, self.window), touched, strict=True):
+            for index, old in reversed(saved):
+                self.undo.save(ledger.born, index)
+                ledger.born.index_copy_(0, index, old)
+        if entries:
+            rows = torch.cat([index for index, _ in entries])
+            old = torch.cat([values for _, values in entries])
+            now = self.map.mapping.index_select(0, rows)
+            live = self.full.generations(self.full.pages_of(rows)) < FREED
+            bad = live & (now != old)
+            verdict = Verdict(
+                bad, rows, [Suspicion(Fault.LOST_ROLLBACK, lambda: bad)], other=old.clamp(min=0)
+            )
+            self.judge(verdict, self.full)
+            if self.mode is Mode.ENFORCE:
+                for index, values in reversed(entries):
+                    alive = self.full.generations(self.full.pages_of(index)) < FREED
+                    current = self.map.mapping.index_select(0, index)
+                    self.map.mapping.index_copy_(0, index, torch.where(alive, values, current))
+                for tensor in (self.map.stamp, self.map.owner):
+                    for index, values in reversed(log.entries(tensor)):
+                        tensor.index_copy_(0, index, values)
+        self.undo.close(log)
+        self._backups = deque(pair for pair in self._backups if pair[1] is not log)
+
+    def cleared(self, full_slots: int, window_slots: int) -> None:
+        """Both pools were emptied and the mapping cleared; sizes may have changed."""
+        for _, log in self._backups:
+            self.undo.close(log)
+        self._backups.clear()
+        self._full_only.clear()
+        self._aliases.clear()
+        self.full.reset(full_slots // self.page_size, self.serial)
+        self.window.reset(window_slots // self.page_size, self.serial)
+        self.map.reset()
+        self.mapping_suspect = False
+
+    def resync(self, ledger: PageLedger, free_pages: torch.Tensor) -> None:
+        """A free list was replaced behind the seams: take its word for what is free.
+
+        Costs the size of the pool. Generations of pages that changed state start or end now.
+        """
+        self.tally.unhooked_writes += 1
+        free = torch.zeros_like(ledger.born, dtype=torch.bool)
+        free.index_fill_(0, free_pages.clamp(0, ledger.outside), True)
+        free[0] = True
+        free[ledger.outside] = True
+        was_free = ledger.born >= FREED
+        now = torch.where(free, FREED | self.serial, self.serial)
+        ledger.born = torch.where(free == was_free, ledger.born, now.to(torch.int32))
+
+    def nbytes(self) -> int:
+        """Bytes of device memory that the guard holds beside the pools."""
+        return self.full.nbytes() + self.window.nbytes() + self.map.nbytes()

@@ -1,0 +1,116 @@
+"""Which pages of one pool are live, and since when: the generation of every page.
+
+A generation is the serial number of the operation that handed the page out. Serials only grow, so
+a page that is freed and handed out again has a larger generation, and anything stamped earlier is
+known to be stale by one comparison. A freed page holds ``FREED`` plus the serial of the operation
+that freed it, which is larger than every stamp: "live" and "not older than" are the same test.
+
+All methods are vectorised torch with shapes fixed by their inputs; none reads the device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hicache_guard.core.undo import UndoLogs
+
+#: Added to the serial of a free. Serials stay below it; see ``rebase``.
+FREED = 1 << 30
+
+
+class PageLedger:
+    """Generations of the pages of one pool.
+
+    ``pages`` usable pages of ``page_size`` slots are numbered 1 to ``pages``; page 0 is padding and
+    belongs to nobody. Costs 12 bytes a page (8 where a page is one slot).
+    """
+
+    def __init__(
+        self, name: str, pages: int, page_size: int, device: torch.device, undo: UndoLogs
+    ) -> None:
+        self.name = name
+        self.pages = pages
+        self.page_size = page_size
+        self.outside = pages + 1  # stands for every page beyond the pool; never live
+        self._undo = undo
+        self.born = torch.full((pages + 2,), FREED, dtype=torch.int32, device=device)
+        self._claims = torch.zeros(pages + 2, dtype=torch.int32, device=device)
+        # How many leading slots of a page its last free named; a page of one slot has no parts.
+        self._named = (
+            torch.zeros(pages + 2, dtype=torch.int32, device=device) if page_size > 1 else None
+        )
+
+    def pages_of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Page ids (int64) of slot indices; below the pool is page 0, beyond it ``outside``."""
+        if self.page_size == 1:
+            return slots.clamp(0, self.outside)
+        return slots.div(self.page_size, rounding_mode="floor").clamp_(0, self.outside)
+
+    def generations(self, pages: torch.Tensor) -> torch.Tensor:
+        """Generations (int32) of page ids in 0..``outside``."""
+        return self.born.index_select(0, pages)
+
+    def hand_out(self, pages: torch.Tensor, serial: int) -> None:
+        """Start a new generation of ``pages`` (int64 page ids in range)."""
+        self._undo.save(self.born, pages)
+        self.born.index_fill_(0, pages, serial)
+
+    def release(self, pages: torch.Tensor, serial: int) -> None:
+        """End the generation of ``pages`` (int64 page ids in 0..``outside``)."""
+        self._undo.save(self.born, pages)
+        self.born.index_fill_(0, pages, FREED | serial)
+
+    def repeated(self, pages: torch.Tensor) -> torch.Tensor:
+        """Mask (bool) of all but one occurrence of each page id in ``pages``."""
+        order = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device)
+        self._claims.scatter_(0, pages, order)
+        return self._claims.index_select(0, pages) != order
+
+    def later_part(self, slots: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        """Mask (bool) of slots that look like the rest of a page freed in parts earlier.
+
+        The earlier free named the first k slots of the page; this call names none of those. Where
+        the page was handed out again in between, freeing it now would take it from its new owner.
+        """
+        if self._named is None:
+            return torch.zeros_like(pages, dtype=torch.bool)
+        offsets = self._offsets(slots, pages)
+        self._claims.index_fill_(0, pages, self.page_size)
+        self._claims.scatter_reduce_(0, pages, offsets, "amin")
+        first = self._claims.index_select(0, pages)
+        named = self._named.index_select(0, pages)
+        return (named > 0) & (first >= named)
+
+    def note_named(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
+        """Remember how far into each page the slots of this free reach."""
+        if self._named is None:
+            return
+        self._undo.save(self._named, pages)
+        self._named.index_fill_(0, pages, 0)
+        self._named.scatter_reduce_(0, pages, self._offsets(slots, pages) + 1, "amax")
+
+    def _offsets(self, slots: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
+        return (slots - pages * self.page_size).clamp_(0, self.page_size - 1).to(torch.int32)
+
+    def reset(self, pages: int, serial: int) -> None:
+        """Free every page at ``serial``; ``pages`` is the pool's size from now on."""
+        if pages != self.pages:
+            device = self.born.device
+            self.pages, self.outside = pages, pages + 1
+            self.born = torch.empty(pages + 2, dtype=torch.int32, device=device)
+            self._claims = torch.zeros(pages + 2, dtype=torch.int32, device=device)
+            if self._named is not None:
+                self._named = torch.zeros(pages + 2, dtype=torch.int32, device=device)
+        self.born.fill_(FREED | serial)
+        if self._named is not None:
+            self._named.zero_()
+
+    def rebase(self, shift: int) -> None:
+        """Subtract ``shift`` from every serial, once in 2**30 operations; no serial falls below 1."""
+        freed = self.born & FREED
+        self.born = ((self.born & (FREED - 1)) - shift).clamp_(min=1) | freed
+
+    def nbytes(self) -> int:
+        """Bytes of device memory held."""
+        held = [self.born, self._claims] + ([self._named] if self._named is not None else [])
+        return sum(tensor.nbytes for tensor in held)

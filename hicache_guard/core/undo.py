@@ -1,0 +1,52 @@
+"""Taking back what an operation wrote: old values of the entries it touched, newest first.
+
+Used twice: in strict mode an operation that raises leaves the state as it was, and a release's
+``restore_state`` must roll back the mapping as well as the free lists. Costs what was touched.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class UndoLog:
+    """Old values of tensor entries, in the order in which they were overwritten."""
+
+    def __init__(self) -> None:
+        self._saved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def save(self, tensor: torch.Tensor, index: torch.Tensor) -> None:
+        """Keep ``tensor[index]`` (index int64, within range) before it is overwritten."""
+        self._saved.append((tensor, index, tensor.index_select(0, index)))
+
+    def entries(self, tensor: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """(index, old values) saved for ``tensor``, oldest first."""
+        return [(index, old) for saved, index, old in self._saved if saved is tensor]
+
+    def roll_back(self) -> None:
+        """Put every old value back, newest first."""
+        for tensor, index, old in reversed(self._saved):
+            tensor.index_copy_(0, index, old)
+        self._saved.clear()
+
+
+class UndoLogs:
+    """The logs that are open now; a write saves into each of them."""
+
+    def __init__(self) -> None:
+        self._open: list[UndoLog] = []
+
+    def open(self) -> UndoLog:
+        log = UndoLog()
+        self._open.append(log)
+        return log
+
+    def close(self, log: UndoLog) -> None:
+        self._open = [other for other in self._open if other is not log]
+
+    def save(self, tensor: torch.Tensor, index: torch.Tensor) -> None:
+        for log in self._open:
+            log.save(tensor, index)
+
+    def __bool__(self) -> bool:
+        return bool(self._open)

@@ -1,0 +1,128 @@
+"""The versioned full-to-window mapping: who wrote an entry, when, and whether it still holds.
+
+The mapping tensor itself belongs to SGLang and is only referred to. Beside it stand a *stamp* for
+each full slot (the serial of the operation that wrote the entry) and an *owner* for each window
+slot (the one full slot that may release it). An entry is proved by
+
+    stamp >= generation of its window page        (the window page was not recycled since)
+    stamp >= generation of its full page          (nor the full page)
+    owner[window slot] == full slot               (nobody else was given the window slot since)
+
+The *epoch* is the mapping's version: the tensor's identity and its in-place write counter, both
+known to the host. A translation that was read at one epoch proves nothing at another; and while
+every write came through the seams, the entries need not be read again to be trusted.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hicache_guard.core.ledger import FREED, PageLedger
+from hicache_guard.core.undo import UndoLogs
+
+
+class WindowMap:
+    """Stamps and owners beside a mapping.
+
+    ``mapping`` is int64 of ``full slots + page_size + 1`` entries whose last is -1, as SGLang lays
+    it out; 0 means "no window slot". Costs 4 bytes a full slot and 4 a window slot.
+    """
+
+    def __init__(
+        self, mapping: torch.Tensor, full: PageLedger, window: PageLedger, undo: UndoLogs
+    ) -> None:
+        self.mapping = mapping
+        self._full = full
+        self._window = window
+        self._undo = undo
+        self._seen = mapping._version
+        self._allocate()
+
+    def _allocate(self) -> None:
+        device = self.mapping.device
+        self.stamp = torch.zeros(self.mapping.numel(), dtype=torch.int32, device=device)
+        window_slots = (self._window.pages + 2) * self._window.page_size
+        self.owner = torch.zeros(window_slots, dtype=torch.int32, device=device)
+
+    # -- epoch ---------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        """The number of in-place writes to the mapping so far. Host only."""
+        return self.mapping._version
+
+    def unseen_writes(self, mapping: torch.Tensor) -> bool:
+        """Whether ``mapping`` was replaced or written since ``acknowledge``. Host only."""
+        return mapping is not self.mapping or mapping._version != self._seen
+
+    def acknowledge(self) -> None:
+        """Declare every write so far as having come through the seams."""
+        self._seen = self.mapping._version
+
+    def adopt(self, mapping: torch.Tensor) -> None:
+        """Refer to another mapping tensor from now on; its entries are unproved until written."""
+        if mapping.numel() != self.mapping.numel():
+            self.mapping = mapping
+            self._allocate()
+        self.mapping = mapping
+
+    # -- writes --------------------------------------------------------------------------------
+
+    def record(self, full: torch.Tensor, window: torch.Tensor, serial: int) -> None:
+        """Entries ``full[i] -> window[i]`` were written at ``serial``; the window slots change hands.
+
+        Both int64 slot indices within range.
+        """
+        if self._undo:
+            self._undo.save(self.stamp, full)
+            self._undo.save(self.owner, window)
+        self.stamp.index_fill_(0, full, serial)
+        self.owner.scatter_(0, window, full.to(torch.int32))
+
+    def erase(self, full: torch.Tensor, keep: torch.Tensor) -> None:
+        """Set the entries of ``full`` to 0 where ``keep`` is False (fixed shape)."""
+        self._undo.save(self.mapping, full)
+        entries = self.mapping.index_select(0, full)
+        self.mapping.index_copy_(0, full, torch.where(keep, entries, 0))
+
+    # -- proof ---------------------------------------------------------------------------------
+
+    def proved(self, full: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+        """Mask (bool): each entry ``full[i] -> window[i]`` is empty or proved.
+
+        A full page that is free already does not disprove an entry that was written while it was
+        live: SGLang's trees free the full page first and its window peer right after.
+        """
+        stamp = self.stamp.index_select(0, full)
+        window_live = stamp >= self._window.generations(self._window.pages_of(window))
+        born = self._full.generations(self._full.pages_of(full))
+        same_full = (stamp >= born) | (born >= FREED)
+        owned = self.owner.index_select(0, window.clamp(0, self.owner.numel() - 1)) == full
+        return (window == 0) | (window_live & same_full & owned)
+
+    def aliases(self, full: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+        """The full slots (int64) that own ``window`` now and are not ``full``; 0 where none."""
+        owner = self.owner.index_select(0, window).to(torch.int64)
+        held = (owner != full) & (window > 0)
+        held &= self.mapping.index_select(0, owner) == window
+        held &= self.proved(owner, window)
+        held &= self._full.generations(self._full.pages_of(owner)) < FREED
+        return torch.where(held, owner, 0)
+
+    def reset(self) -> None:
+        """Forget every entry; the mapping was cleared as a whole."""
+        if self.owner.numel() != (self._window.pages + 2) * self._window.page_size:
+            self._allocate()
+        self.stamp.zero_()
+        self.owner.zero_()
+
+    def rebase(self, shift: int) -> None:
+        """Subtract ``shift`` from every stamp whose entry is proved; forget the others."""
+        full = torch.arange(self.stamp.numel() - 1, device=self.stamp.device)
+        holds = self.proved(full, self.mapping[:-1])
+        shifted = (self.stamp[:-1] - shift).clamp_(min=1)
+        self.stamp[:-1] = torch.where(holds, shifted, 0)
+
+    def nbytes(self) -> int:
+        """Bytes of device memory held, the mapping itself not counted."""
+        return self.stamp.nbytes + self.owner.nbytes
