@@ -1,0 +1,1 @@
+"""The command line: what a person runs. Reports and tables; no policy."""

@@ -1,0 +1,88 @@
+"""``hicache-guard doctor``: what is here, and hook by hook whether the guard would be in place."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import platform
+import subprocess
+import sys
+from importlib import metadata
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hicache_guard import __version__, checkouts
+from hicache_guard.core.errors import ConfigError
+from hicache_guard.core.modes import ENV_VAR, Mode
+
+_PLUGIN_GROUP = "sglang.srt.plugins"
+
+
+def doctor(
+    release: Annotated[
+        str | None,
+        typer.Option(help="A fetched release. Default: the SGLang of this environment."),
+    ] = None,
+    mode: Annotated[str, typer.Option(help="The mode to try.")] = "strict",
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> int:
+    """Install the hooks in a fresh process and list each. Exit 1 where one is missing."""
+    Mode.parse(mode)
+    environment = dict(os.environ)
+    if release is not None:
+        environment = checkouts.environment(checkouts.require(release))
+    environment[ENV_VAR] = mode
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "hicache_guard.cli.hook_report"],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 2:
+        raise ConfigError(done.stderr.strip().splitlines()[-1])
+    if done.returncode:
+        raise ConfigError(f"SGLang cannot be imported: {done.stderr.strip().splitlines()[-1]}")
+    report = json_module.loads(done.stdout.splitlines()[-1])
+    report["environment"] = _environment()
+    missing = [hook for hook in report["hooks"] if hook["status"] != "applied"]
+    if as_json:
+        print(json_module.dumps(report))
+    else:
+        _show(report, missing)
+    return 1 if missing else 0
+
+
+def _environment() -> dict[str, str]:
+    facts = {"python": platform.python_version(), "hicache-guard": __version__}
+    for name in ("torch", "triton", "transformers", "flashinfer-python"):
+        try:
+            facts[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            facts[name] = "not installed"
+    entries = [entry.value for entry in metadata.entry_points(group=_PLUGIN_GROUP)]
+    facts["plugin entry point"] = ", ".join(entries) or "none"
+    facts[ENV_VAR] = os.environ.get(ENV_VAR, "(unset: off)")
+    return facts
+
+
+def _show(report: dict[str, Any], missing: list[dict[str, str]]) -> None:
+    console = Console()
+    facts = Table("what", "found", title="Environment")
+    for name, value in report["environment"].items():
+        facts.add_row(name, value)
+    console.print(facts)
+    table = Table("class", "hook", "status", title=f"SGLang {report['version']}, {report['mode']}")
+    for hook in report["hooks"]:
+        hook["seam"] = hook["seam"].rpartition(".")[2]
+        style = "green" if hook["status"] == "applied" else "bold red"
+        table.add_row(hook["seam"], hook["method"], f"[{style}]{hook['status']}")
+    console.print(table)
+    if missing:
+        console.print(f"[bold red]{len(missing)} hooks are not in place[/]")
+        if report["error"]:
+            console.print(report["error"])
+    else:
+        console.print(f"[green]all {len(report['hooks'])} hooks are in place[/]")

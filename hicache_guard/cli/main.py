@@ -1,0 +1,56 @@
+"""``hicache-guard``: one command, its subcommands in modules of this package."""
+
+from __future__ import annotations
+
+import sys
+from typing import NoReturn
+
+import typer
+
+from hicache_guard import __version__
+from hicache_guard.cli import bench, doctor, releases, repro
+from hicache_guard.core.errors import GuardError
+
+app = typer.Typer(
+    name="hicache-guard",
+    help="Make SGLang prove each prefix-cache hit on hybrid sliding-window models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(releases.app, name="releases")
+app.add_typer(bench.app, name="bench")
+app.command("repro")(repro.repro)
+app.command("doctor")(doctor.doctor)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def run() -> None:
+    """Entry point. Bad input is one line on stderr and exit status 2; a found fault is status 1."""
+    try:
+        status = app(standalone_mode=False)
+    except (typer.Abort, KeyboardInterrupt):
+        print("hicache-guard: interrupted", file=sys.stderr)
+        sys.exit(130)
+    except GuardError as error:
+        _complain(str(error))
+    except Exception as error:
+        # typer brings its own copy of click, so a usage error is known by what it can do
+        if not hasattr(error, "format_message"):
+            raise
+        _complain(error.format_message() or "run hicache-guard --help")
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _complain(complaint: str) -> NoReturn:
+    print(f"hicache-guard: {' '.join(complaint.split())}", file=sys.stderr)
+    sys.exit(2)
+
+
+if __name__ == "__main__":
+    run()

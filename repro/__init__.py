@@ -1,0 +1,1 @@
+"""Programs that recreate reported faults on real SGLang code, with the guard and without."""

@@ -1,0 +1,222 @@
+"""Paired timing of a release's allocator with the guard and without, in one process.
+
+One cycle is what a scheduler does to a batch: prefill (``alloc``), eight decode steps
+(``decode``), a translation of each request's window (``translate``), the out-of-window free of all
+but the window (``free_swa``), and the release of every request (``free``). Guarded and unguarded
+cycles alternate, so that both see the same machine; a cell is the median of its rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hicache_guard.adapters.allocator import guard_of
+from hicache_guard.adapters.hooks import install, uninstall
+from hicache_guard.core.guard import PoolGuard
+from hicache_guard.core.syncs import SyncCounter
+from hicache_guard.repro import pools
+
+MODES = ("observe", "enforce", "strict")
+PROMPT, STEPS, WINDOW = 512, 8, 128
+
+
+class Cycle:
+    """One allocator and the calls of one cycle on it, each timed."""
+
+    def __init__(self, page_size: int, batch: int) -> None:
+        self.batch = batch
+        need = batch * (PROMPT + STEPS + 2 * page_size)
+        self.allocator = pools.build(
+            2 * need // page_size * page_size, 2 * need // page_size * page_size, page_size
+        )
+        self.by_segment = hasattr(self.allocator, "free_swa_segment")
+
+    def run(self, clock: Callable[[str, Callable[[], Any]], Any]) -> None:
+        """Run the cycle; ``clock(name, call)`` performs each call."""
+        rows = clock("alloc", self._prefill)
+        columns = [rows.view(self.batch, PROMPT)]
+        last = columns[0][:, -1]
+        for step in range(1, STEPS + 1):
+            length = torch.full((self.batch,), PROMPT + step, dtype=torch.int64)
+            last = clock("decode", lambda length=length, last=last: self._decode(length, last))
+            columns.append(last.view(self.batch, 1))
+        held = torch.cat(columns, dim=1)
+        tail = held[:, -WINDOW:].reshape(-1)
+        clock("translate", lambda: self.allocator.translate_loc_from_full_to_swa(tail))
+        keep = (PROMPT + STEPS - WINDOW) // self.allocator.page_size * self.allocator.page_size
+        clock("free_swa", lambda: self._free_window(held, keep))
+        clock("free", lambda: self._free(held, keep))
+
+    def _prefill(self) -> torch.Tensor:
+        if self.allocator.page_size == 1:
+            return self.allocator.alloc(self.batch * PROMPT)  # type: ignore[no-any-return]
+        none = torch.zeros(self.batch, dtype=torch.int64)
+        ends = torch.full((self.batch,), PROMPT, dtype=torch.int64)
+        return self.allocator.alloc_extend(  # type: ignore[no-any-return]
+            none, none, ends, ends, none - 1, self.batch * PROMPT
+        )
+
+    def _decode(self, length: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        if self.allocator.page_size == 1:
+            return self.allocator.alloc(self.batch)  # type: ignore[no-any-return]
+        return self.allocator.alloc_decode(length, length, last)  # type: ignore[no-any-return]
+
+    def _free_window(self, held: torch.Tensor, keep: int) -> None:
+        if self.by_segment:
+            for row in held:
+                self.allocator.free_swa_segment(row[:keep], start_pos=0)
+        else:
+            self.allocator.free_swa(held[:, :keep].reshape(-1))
+
+    def _free(self, held: torch.Tensor, keep: int) -> None:
+        if not self.by_segment:
+            self.allocator.free(held.reshape(-1))
+            return
+        self.allocator.free_group_begin()
+        for row in held:
+            self.allocator.free_full_segment(row[:keep], start_pos=0)
+            self.allocator.free_segment(row[keep:], start_pos=keep)
+        self.allocator.free_group_end()
+
+
+def _times(page_size: int, batch: int, rounds: int) -> list[dict[str, Any]]:
+    cycles: dict[str, Cycle] = {}
+    for mode in ("off", *MODES):
+        if mode != "off":
+            install(mode)
+        cycles[mode] = Cycle(page_size, batch)
+    taken: dict[tuple[str, str], list[float]] = defaultdict(list)
+    for round_ in range(rounds + 2):
+        for mode, cycle in cycles.items():
+            _hooks(mode)
+            spent: dict[str, float] = defaultdict(float)
+
+            def clock(name: str, call: Callable[[], Any], spent: Any = spent) -> Any:
+                start = time.perf_counter()
+                result = call()
+                spent[name] += time.perf_counter() - start
+                return result
+
+            cycle.run(clock)
+            if round_ >= 2:
+                for name, seconds in spent.items():
+                    taken[mode, name].append(seconds)
+                taken[mode, "cycle"].append(sum(spent.values()))
+    for mode in MODES:
+        tally = guard_of(cycles[mode].allocator).tally
+        assert not tally.total, f"false alarm while measuring: {tally.violations}"
+    middle = {key: statistics.median(seconds) for key, seconds in taken.items()}
+    # A ratio of medians of paired rounds; "off" runs with the hooks taken out.
+    return [
+        {
+            "page_size": page_size,
+            "batch": batch,
+            "mode": mode,
+            "what": name,
+            "unguarded_us": middle["off", name] * 1e6,
+            "guarded_us": middle[mode, name] * 1e6,
+            "ratio": statistics.median(
+                guarded / bare
+                for guarded, bare in zip(taken[mode, name], taken["off", name], strict=True)
+            ),
+        }
+        for mode in MODES
+        for name in ("alloc", "decode", "translate", "free_swa", "free", "cycle")
+    ]
+
+
+def _hooks(mode: str) -> None:
+    """Put the hooks in or take them out; guarded allocators keep their guards."""
+    if mode == "off":
+        uninstall()
+    else:
+        install(mode)
+
+
+def _memory() -> list[dict[str, Any]]:
+    rows = []
+    for page_size in (1, 4, 16, 64, 256):
+        for full_slots, window_slots in ((10_000_128, 1_000_192), (1_000_192, 1_000_192)):
+            full = full_slots // page_size * page_size
+            window = window_slots // page_size * page_size
+            from hicache_guard.core.modes import Mode
+
+            mapping = torch.zeros(full + page_size + 1, dtype=torch.int64)
+            guard = PoolGuard(
+                Mode.OBSERVE,
+                full_slots=full,
+                window_slots=window,
+                page_size=page_size,
+                mapping=mapping,
+            )
+            rows.append(
+                {
+                    "page_size": page_size,
+                    "full_slots": full,
+                    "window_slots": window,
+                    "bytes_per_slot": guard.nbytes() / (full + window),
+                }
+            )
+    return rows
+
+
+def _syncs() -> list[dict[str, Any]]:
+    rows = []
+    for page_size in (1, 64):
+        counted: dict[str, dict[str, int]] = {}
+        for mode in ("off", *MODES):
+            if mode != "off":
+                install(mode)
+            cycle = Cycle(page_size, 4)
+            _hooks(mode)
+            counts: dict[str, int] = defaultdict(int)
+
+            def clock(name: str, call: Callable[[], Any], counts: Any = counts) -> Any:
+                with SyncCounter() as counter:
+                    result = call()
+                counts[name] += counter.total
+                return result
+
+            cycle.run(clock)
+            counted[mode] = counts
+        for mode in MODES:
+            for name, count in counted[mode].items():
+                bare = counted["off"][name]
+                rows.append(
+                    {
+                        "mode": mode,
+                        "what": f"{name}, page {page_size}",
+                        "added": f"{count - bare} (release: {bare})",
+                    }
+                )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    options = parser.parse_args()
+    pools.quiet()
+    times = []
+    for page_size in (1, 64):
+        for batch in (1, 64, 1024):
+            print(f"page {page_size}, batch {batch}", file=sys.stderr)
+            times += _times(page_size, batch, options.rounds)
+    device = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+    print(
+        json.dumps({"device": device, "times": times, "memory": _memory(), "syncs": _syncs()})
+    )
+
+
+if __name__ == "__main__":
+    main()
