@@ -23,9 +23,11 @@ from hicache_guard.adapters.link import (
     link_of,
 )
 from hicache_guard.adapters.state import settings
+from hicache_guard.core.backlog import Continued, Freed, Mapped
 from hicache_guard.core.errors import UnguardedError
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.modes import Mode
+from hicache_guard.core.verdict import Vetted
 
 Method = Callable[..., Any]
 
@@ -46,6 +48,8 @@ def guard_of(allocator: Any) -> PoolGuard:
             "constructed, or set HICACHE_GUARD and load the plugin"
         )
     guard: PoolGuard = link.guard
+    if guard.operation is None:
+        guard.drain()  # whoever asks wants to know what was found, all of it
     return guard
 
 
@@ -96,10 +100,10 @@ def alloc(original: Method, allocator: Any, need_size: int) -> Any:
     link = link_of(allocator)
     if link is None:
         return original(allocator, need_size)
-    with link.operation("alloc"):
-        page_pool.settle_overdue(link)
-        full = original(allocator, need_size)
-        _map_fresh(link, full, suspect=False)
+    with link.operation("alloc", settle=False):
+        page_pool.settle_overdue(link, need_size)
+        full = _allocate(link, lambda: original(allocator, need_size))
+        _map_fresh(link, full)
         return full
 
 
@@ -117,11 +121,12 @@ def alloc_extend(
     link = link_of(allocator)
     if link is None:
         return original(allocator, *args)
-    with link.operation("alloc_extend"):
-        page_pool.settle_overdue(link)
-        continues = (prefix_lens % allocator.page_size != 0) & (last_loc >= 0)
-        suspect = link.guard.check_continued(last_loc.to(torch.int64), continues) != 0
-        full = original(allocator, *args)
+    with link.operation("alloc_extend", settle=False):
+        most = extend_num_tokens // allocator.page_size + len(prefix_lens) + 1
+        page_pool.settle_overdue(link, most)
+        suspect = _before_continuing(link, last_loc, prefix_lens)
+        full = _allocate(link, lambda: original(allocator, *args))
+        _after_continuing(link, last_loc, prefix_lens)
         _map_fresh(link, full, suspect=suspect)
         return full
 
@@ -141,13 +146,12 @@ def alloc_extend_swa_tail(
     link = link_of(allocator)
     if link is None:
         return original(allocator, *args, swa_tail_len)
-    with link.operation("alloc_extend_swa_tail"):
-        page_pool.settle_overdue(link)
-        if link.guard.mode is Mode.STRICT:
-            link.guard.keep_rows(last_loc.to(torch.int64))
+    with link.operation("alloc_extend_swa_tail", settle=False):
+        page_pool.settle_overdue(link, extend_num_tokens // allocator.page_size + 2)
+        link.guard.keep_rows(last_loc.to(torch.int64))
         full = original(allocator, *args, swa_tail_len)
         if full is not None:
-            mapped = _map_fresh(link, full, suspect=False)
+            mapped = _map_fresh(link, full)
             link.guard.check_unmapped(full[: full.numel() - mapped].to(torch.int64))
         return full
 
@@ -162,30 +166,59 @@ def alloc_decode(
     link = link_of(allocator)
     if link is None:
         return original(allocator, seq_lens, seq_lens_cpu, last_loc)
-    with link.operation("alloc_decode"):
-        page_pool.settle_overdue(link)
-        continues = (seq_lens - 1) % allocator.page_size != 0
-        suspect = link.guard.check_continued(last_loc.to(torch.int64), continues) != 0
-        full = original(allocator, seq_lens, seq_lens_cpu, last_loc)
+    with link.operation("alloc_decode", settle=False):
+        page_pool.settle_overdue(link, len(seq_lens))
+        before = seq_lens - 1
+        suspect = _before_continuing(link, last_loc, before)
+        full = _allocate(link, lambda: original(allocator, seq_lens, seq_lens_cpu, last_loc))
+        _after_continuing(link, last_loc, before)
         _map_fresh(link, full, suspect=suspect)
         return full
 
 
-def _map_fresh(link: AllocatorLink, full: Any, *, suspect: bool) -> int:
+def _allocate(link: AllocatorLink, call: Callable[[], Any]) -> Any:
+    """Run the release's allocation; strict mode looks at each side before the next is touched."""
+    if not link.guard.lazy:
+        return call()
+    taking = page_pool.Taking(link)
+    full = call()
+    taking.done()
+    return full
+
+
+def _before_continuing(link: AllocatorLink, last: torch.Tensor, lengths: torch.Tensor) -> bool:
+    """Check (strict) that the window side of what is continued is there; True where it may not be."""
+    guard = link.guard
+    if guard.lazy:
+        return False
+    continues = (lengths % guard.page_size != 0) & (last >= 0)
+    return guard.check_continued(last.to(torch.int64), continues) != 0
+
+
+def _after_continuing(link: AllocatorLink, last: torch.Tensor, lengths: torch.Tensor) -> None:
+    """Note what was continued, with the entries as the release itself just read them."""
+    guard, window = link.guard, link.captured_last
+    if guard.lazy and window is not None:
+        guard.backlog.note(Continued(guard.current, last, window, lengths))
+
+
+def _map_fresh(link: AllocatorLink, full: Any, *, suspect: bool = False) -> int:
     """Record what an allocation mapped: the last full slots, one for each window slot it took."""
     window = link.captured_window
     if full is None or window is None or window.numel() == 0:
         return 0
     guard = link.guard
-    rows = full[full.numel() - window.numel() :].to(torch.int64)
-    slots = window.to(torch.int64)
+    count = int(window.numel())
+    rows = full if count == full.numel() else full[full.numel() - count :]
+    if guard.lazy and not guard.mapping_suspect:
+        guard.backlog.note(Mapped(guard.current, rows, window))
+        return count
+    rows, slots = rows.to(torch.int64), window.to(torch.int64)
     if suspect:
-        allowed = guard.reject_dead_targets(slots)
-        if allowed is not slots:
-            guard.map.mapping.index_copy_(0, rows, allowed)
-            slots = allowed
+        slots = guard.reject_dead_targets(slots)
+        guard.map.mapping.index_copy_(0, rows, slots)
     guard.mapped(rows, slots)
-    return int(rows.numel())
+    return count
 
 
 # -- frees -------------------------------------------------------------------------------------
@@ -215,22 +248,21 @@ def _free_both(
         original(allocator, free_index, **where)
         return
     guard = link.guard
-    with link.operation(name, depth=3):
+    if guard.lazy and (segment or guard.page_size == 1):
+        _note_free(original, link, name, free_index, full=True, window=True, where=where)
+        return
+    with link.operation(name):
         slots = free_index.to(torch.int64)
         vetted = guard.vet_slots(slots, segment=segment)
-        safe = free_index
-        if guard.mode is Mode.ENFORCE:
-            if vetted.arrived():
-                safe = vetted.keep(free_index)
-            else:
-                safe = torch.where(vetted.bad, 0, free_index)
-                link.padding_expected = True
+        safe = _without_bad(link, free_index, vetted)
         guard.note_named(slots, vetted.bad, segment=segment)
         if safe.numel():
             _follow_entries(link, torch.where(vetted.bad, 0, slots), segment=segment)
+            if in_free_group(allocator):
+                guard.backlog.vouch(guard.full, guard.full.pages_of(slots[~vetted.bad]))
             link.vetted = (safe, vetted) if safe is free_index else None
-            link.vetting = True
-            original(allocator, safe, **where)
+            link.eager = True
+            _run_vetted(link, original, safe, where)
 
 
 def free_swa(original: Method, allocator: Any, free_index: torch.Tensor) -> None:
@@ -259,24 +291,91 @@ def _free_window(
         original(allocator, free_index, **where)
         return
     guard = link.guard
-    with link.operation(name, depth=3):
+    if guard.lazy and (segment or guard.page_size == 1):
+        _note_free(original, link, name, free_index, full=False, window=True, where=where)
+        return
+    with link.operation(name):
         slots = free_index.to(torch.int64)
         vetted = guard.vet_rows(slots)
-        safe = free_index
-        if guard.mode is Mode.ENFORCE:
-            safe = (
-                vetted.keep(free_index)
-                if vetted.arrived()
-                else torch.where(vetted.bad, 0, free_index)
-            )
+        safe = _without_bad(link, free_index, vetted)
         if safe.numel():
             rows = torch.where(vetted.bad, 0, slots)
             _follow_entries(link, rows, segment=segment)
-            link.vetting = True
-            original(allocator, safe, **where)
-            link.vetting = False
+            link.eager = True
+            _run_vetted(link, original, safe, where)
             if guard.mode is Mode.ENFORCE and not link.release.frees_whole_pages:
                 guard.forget_window(guard.rows_of_slots(rows))
+
+
+def _note_free(
+    original: Method,
+    link: AllocatorLink,
+    name: str,
+    free_index: torch.Tensor,
+    *,
+    full: bool,
+    window: bool,
+    where: dict[str, int],
+) -> None:
+    """Note a free whose shape is fixed, to be checked with others, and let it run.
+
+    What it releases is held back by the page pools until then (enforce).
+    """
+    guard, size = link.guard, link.guard.page_size
+    with link.operation(name, settle=False):
+        slots = free_index if free_index.dtype == torch.int64 else free_index.to(torch.int64)
+        heads = slots[::size] if size > 1 else slots
+        count = slots.shape[0]
+        last_row = guard.map.mapping.numel() - 2
+        entries = peers = None
+        if window:
+            entries = guard.map.mapping.index_select(0, heads.clamp(0, last_row))
+        elif full:
+            peers = guard.map.mapping.index_select(0, slots.clamp(0, last_row))
+        guard.backlog.note(
+            Freed(
+                guard.current,
+                # The caller may reuse the memory of its row before this is looked at.
+                heads.clone(),
+                slots[-1:].clone() if count % size else heads[:0],
+                count,
+                full=full,
+                window=entries,
+                mapped=window and link.release.segment_frees,
+                peers=peers,
+            )
+        )
+        safe = free_index
+        if guard.mode is Mode.ENFORCE:
+            # The release follows an index before anybody has checked it: keep it inside.
+            if size == 1:
+                safe = free_index.clamp(0, last_row + 1)  # at worst the sentinel; it is put back
+            else:
+                safe = free_index.clamp(min=0)
+                safe.masked_fill_(safe > last_row, 0)
+        if guard.undo:
+            guard.keep_rows(slots)
+        _run_vetted(link, original, safe, where)
+
+
+def _without_bad(link: AllocatorLink, free_index: torch.Tensor, vetted: Vetted) -> torch.Tensor:
+    """What of ``free_index`` the release may be told to free."""
+    if link.guard.mode is not Mode.ENFORCE:
+        return free_index
+    if vetted.arrived():
+        return vetted.keep(free_index)
+    link.padding_expected = True
+    return torch.where(vetted.bad, 0, free_index)
+
+
+def _run_vetted(
+    link: AllocatorLink, original: Method, free_index: torch.Tensor, where: dict[str, int]
+) -> None:
+    link.vetting = True
+    try:
+        original(link.allocator(), free_index, **where)
+    finally:
+        link.vetting = False
 
 
 def _follow_entries(link: AllocatorLink, slots: torch.Tensor, *, segment: bool) -> None:
@@ -292,6 +391,9 @@ def _follow_entries(link: AllocatorLink, slots: torch.Tensor, *, segment: bool) 
     guard.check_entries(rows, must_be_mapped=as_it_reads)
     guard.keep_rows(slots)
     link.padding_expected = link.padding_expected or as_it_reads
+    if in_free_group(link.allocator()):
+        entries = guard.map.mapping.index_select(0, rows)
+        guard.backlog.vouch(guard.window, guard.window.pages_of(entries))
 
 
 def free_full(original: Method, allocator: Any, free_index: torch.Tensor) -> None:
@@ -320,26 +422,26 @@ def _free_full_only(
         original(allocator, free_index, **where)
         return
     guard = link.guard
-    with link.operation(name, depth=3):
+    if guard.lazy and (segment or guard.page_size == 1):
+        _note_free(original, link, name, free_index, full=True, window=False, where=where)
+        return
+    with link.operation(name):
         slots = free_index.to(torch.int64)
         vetted = guard.vet_slots(slots, segment=segment)
         live, count = guard.check_peers_released(torch.where(vetted.bad, 0, slots))
-        safe = free_index
+        safe = _without_bad(link, free_index, vetted)
         if guard.mode is Mode.ENFORCE:
-            safe = (
-                vetted.keep(free_index)
-                if vetted.arrived()
-                else torch.where(vetted.bad, 0, free_index)
-            )
             if count:
                 allocator.free_swa(slots[live])
             elif count is None:
                 guard.note_full_only(slots)  # the next allocation releases what was left behind
         guard.note_named(slots, vetted.bad, segment=segment)
         if safe.numel():
+            if in_free_group(allocator):
+                guard.backlog.vouch(guard.full, guard.full.pages_of(slots[~vetted.bad]))
             link.vetted = (safe, vetted) if safe is free_index else None
-            link.vetting = True
-            original(allocator, safe, **where)
+            link.eager = True
+            _run_vetted(link, original, safe, where)
 
 
 def _queued(link: AllocatorLink, allocator: Any, name: str) -> bool:
@@ -352,9 +454,13 @@ def free_group_end(original: Method, allocator: Any) -> None:
     if not isinstance(link, AllocatorLink):
         original(allocator)
         return
-    with link.operation("free_group_end"):
-        # What was queued by its window side was checked when it was queued.
-        link.padding_expected = link.release.segment_frees
+    with link.operation("free_group_end", settle=False):
+        if link.release.deferred_frees:
+            original(allocator)  # the frees that were queued are made, and checked, now
+            return
+        # What was queued was checked, or noted, when it was queued.
+        link.padding_expected = True
+        link.vetting = True
         original(allocator)
 
 
@@ -365,7 +471,7 @@ def set_full_to_swa_mapping(
     original: Method, allocator: Any, full_indices: torch.Tensor, swa_indices: torch.Tensor
 ) -> None:
     link = link_of(allocator)
-    if link is None or link.guard.operation is not None or full_indices.numel() == 0:
+    if link is None or link.taking or link.guard.operation is not None or not full_indices.numel():
         original(allocator, full_indices, swa_indices)
         return
     with link.operation("set_full_to_swa_mapping"):
@@ -417,6 +523,7 @@ def clear(original: Method, allocator: Any) -> None:
         return
     with link.operation("clear"):
         original(allocator)
+        link.guard.backlog.clear()
         link.guard.cleared(allocator.full_attn_allocator.size, allocator.swa_attn_allocator.size)
 
 

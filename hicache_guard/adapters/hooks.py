@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from hicache_guard.adapters import state
+from hicache_guard.adapters.link import StandIn
 from hicache_guard.adapters.releases import RELEASES, Release, Seam
 from hicache_guard.core.errors import ConfigError, UnguardedError
 from hicache_guard.core.modes import Mode
@@ -83,9 +84,9 @@ def install(
         except (ImportError, AttributeError) as error:
             absent.append(f"{seam.module}.{seam.cls} ({error})")
             continue
-        handlers = importlib.import_module(f"hicache_guard.adapters.{seam.handlers}")
+        handlers = _handlers_of(seam)
         for method in seam.methods:
-            if method not in vars(cls):
+            if not _can_hook(cls, method, handlers):
                 absent.append(f"{seam.module}.{seam.cls}.{method}")
                 continue
             _wrap(cls, method, handlers)
@@ -101,9 +102,12 @@ def uninstall() -> None:
     for release in RELEASES.values():
         for seam, cls in _loaded(release):
             for method in seam.methods:
-                original = getattr(vars(cls).get(method), _MARK, None)
+                found = vars(cls).get(method)
+                original = getattr(found, _MARK, None)
                 if original is not None:
                     setattr(cls, method, original)
+                elif isinstance(found, StandIn):
+                    delattr(cls, method)
     state.choose(None)
 
 
@@ -117,12 +121,13 @@ def hooks(release: Release) -> list[Hook]:
         except (ImportError, AttributeError) as error:
             cls, detail = None, str(error)
         for method in seam.methods:
-            if cls is None or method not in vars(cls):
-                status = HookStatus.MISSING
-            elif hasattr(vars(cls)[method], _MARK):
+            there = None if cls is None else vars(cls).get(method)
+            if hasattr(there, _MARK) or isinstance(there, StandIn):
                 status = HookStatus.APPLIED
-            else:
+            elif cls is not None and _can_hook(cls, method, _handlers_of(seam)):
                 status = HookStatus.ABSENT
+            else:
+                status = HookStatus.MISSING
             found.append(Hook(seam, method, status, detail))
     return found
 
@@ -142,9 +147,21 @@ def _loaded(release: Release) -> Iterator[tuple[Seam, type]]:
             yield seam, cls
 
 
+def _handlers_of(seam: Seam) -> ModuleType:
+    return importlib.import_module(f"hicache_guard.adapters.{seam.handlers}")
+
+
+def _can_hook(cls: type, method: str, handlers: ModuleType) -> bool:
+    """Whether the class has the method itself; an attribute that we stand in for needs no method."""
+    return method in vars(cls) or isinstance(getattr(handlers, method), StandIn)
+
+
 def _wrap(cls: type, method: str, handlers: ModuleType) -> None:
+    handler = getattr(handlers, method)
+    if isinstance(handler, StandIn):
+        setattr(cls, method, handler)
+        return
     original: Callable[..., Any] = vars(cls)[method]
-    handler: Callable[..., Any] = getattr(handlers, method)
 
     @functools.wraps(original)
     def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -19,7 +19,8 @@ def translate_loc_from_full_to_swa(
         return window
     guard = link.guard
     if guard.operation is not None:
-        # An allocation translates the slot that it continues after; it was checked before.
+        # An allocation translates the slots that it continues after.
+        link.captured_last = window
         return window
     mapping = pool.full_to_swa_index_mapping
     ours = mapping is guard.map.mapping

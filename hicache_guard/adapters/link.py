@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -16,12 +14,13 @@ from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.ledger import PageLedger
 from hicache_guard.core.modes import Mode
+from hicache_guard.core.undo import UndoLog
 from hicache_guard.core.verdict import Vetted
 
 #: The attribute under which an SGLang object holds its link.
 ATTRIBUTE = "_hicache_guard_link"
 
-_OUR_PACKAGE = __name__.partition(".")[0] + "."
+_ADAPTERS = __name__.rpartition(".")[0]
 
 
 def in_free_group(allocator: Any) -> bool:
@@ -30,16 +29,23 @@ def in_free_group(allocator: Any) -> bool:
     return not direct if direct is not None else allocator.free_group is not None
 
 
+class StandIn:
+    """Base of descriptors that take the place of an attribute of SGLang's objects."""
+
+
 class AllocatorLink:
     """What the hooks know about one hybrid allocator.
 
     ``vetting`` is True while a public free whose arguments were checked runs, ``padding_expected``
     while page 0 may reach a free list through a fault that was counted already, ``trusted_writer``
-    while a known writer of the bare mapping runs.
+    while a known writer of the bare mapping runs, ``counting`` while free pages are only counted.
+    ``taking`` while a hybrid allocation runs whose outcome is noted at its end, ``eager`` while a free runs whose parts were all checked at once. ``captured_window`` are the window slots that the running allocation took, ``captured_last`` the
+    translation of the slots that it continues after.
     """
 
     def __init__(self, allocator: Any, guard: PoolGuard, release: Release) -> None:
         self.allocator = weakref.ref(allocator)
+        self.state = vars(allocator)
         self.guard = guard
         self.release = release
         self.pools: list[PoolLink] = []
@@ -47,91 +53,107 @@ class AllocatorLink:
         self.vetted: tuple[torch.Tensor, Vetted] | None = None
         self.padding_expected = False
         self.captured_window: torch.Tensor | None = None
+        self.captured_last: torch.Tensor | None = None
         self.trusted_writer = False
+        self.counting = False
+        self.eager = False
+        self.taking = False
 
-    @contextmanager
-    def operation(self, name: str, depth: int = 2) -> Iterator[bool]:
-        """Run one outermost operation; yields False where one is open already.
+    def operation(self, name: str, *, settle: bool = True) -> Running:
+        """Run one outermost operation in a ``with`` block, whose value is False where one is open.
 
         In strict mode an operation that raises leaves the allocator, the mapping and the ledgers as
-        they were. ``depth`` counts the frames between this call and the hooked call's caller.
+        they were. With ``settle``, what the backlog holds is settled first.
         """
-        guard = self.guard
-        if guard.operation is not None:
-            yield False
-            return
-        guard.begin(name, _caller(depth + 1))
-        mapping = self._notice_unseen()
-        before = Snapshot(self) if guard.mode is Mode.STRICT else None
-        log = guard.undo.open() if before is not None else None
-        try:
-            if mapping is not None:
-                guard.reconcile(mapping)
-            yield True
-        except GuardViolation:
-            if before is not None and log is not None:
-                before.put_back()
-                guard.undo.close(log)
-                log.roll_back()
-            raise
-        finally:
-            if log is not None:
-                guard.undo.close(log)
-            self.vetting = self.padding_expected = False
-            self.vetted = self.captured_window = None
-            guard.end()
-            for pool in self.pools:
-                pool.remember()
+        return Running(self, name, settle)
 
-    def _notice_unseen(self) -> torch.Tensor | None:
+    def notice_unseen(self) -> torch.Tensor | None:
         """The mapping, where it was written behind the seams; free lists likewise are taken over."""
-        allocator = self.allocator()
+        guard = self.guard
         for pool in self.pools:
-            pool.notice_unseen()
-        mapping = allocator.full_to_swa_index_mapping
-        if not self.guard.unseen_writes(mapping):
+            if pool.state["free_pages"] is not pool.expected:
+                guard.resync(pool.ledger, free_list(pool.pool()))
+        mapping: torch.Tensor = self.state["full_to_swa_index_mapping"]
+        if not guard.map.unseen_writes(mapping):
             return None
-        if self.trusted_writer and mapping is self.guard.map.mapping:
+        if self.trusted_writer and mapping is guard.map.mapping:
             return None  # it only writes zeros, and "no window slot" is always true
         return mapping
+
+
+class Running:
+    """One operation while it runs; see ``AllocatorLink.operation``."""
+
+    __slots__ = ("_before", "_link", "_log", "_name", "_outermost", "_settle")
+
+    def __init__(self, link: AllocatorLink, name: str, settle: bool) -> None:
+        self._link = link
+        self._name = name
+        self._settle = settle
+
+    def __enter__(self) -> bool:
+        link = self._link
+        guard = link.guard
+        self._outermost = guard.operation is None
+        if not self._outermost:
+            return False
+        guard.begin(self._name, _caller())
+        mapping = link.notice_unseen()
+        if guard.lazy:
+            if self._settle and not guard.backlog.empty:
+                guard.backlog.settle()
+        else:
+            self._before = Snapshot(link)
+            self._log = guard.undo.open()
+        if mapping is not None:
+            try:
+                guard.backlog.settle()
+                guard.reconcile(mapping)
+            except GuardViolation:
+                self._finish(raised=True)
+                raise
+        return True
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        if not self._outermost:
+            return
+        ours = kind is not None and issubclass(kind, GuardViolation)
+        if kind is not None and not ours:
+            # The release itself gave up, perhaps over what is noted here: report it before it dies.
+            self._link.guard.backlog.settle()
+        self._finish(raised=ours)
+
+    def _finish(self, *, raised: bool) -> None:
+        link = self._link
+        guard = link.guard
+        if not guard.lazy:
+            guard.undo.close(self._log)
+            if raised:
+                self._before.put_back()
+                self._log.roll_back()
+        link.vetting = link.padding_expected = link.eager = link.taking = False
+        link.vetted = link.captured_window = link.captured_last = None
+        guard.operation = None
+        guard.map.acknowledge()
+        for pool in link.pools:
+            pool.expected = pool.state["free_pages"]
 
 
 class PoolLink:
     """What the hooks know about one sub-allocator.
 
-    ``staged`` holds releases whose verdict is still travelling (enforce mode on a device): they
-    count as available and enter the free list once the verdict is there.
+    ``state`` is the sub-allocator's own attribute dictionary: reading the free list there goes past
+    the descriptor that stands in for it. ``expected`` is the list that the next operation must find.
     """
 
     def __init__(self, owner: AllocatorLink, pool: Any, ledger: PageLedger) -> None:
         self.owner = owner
+        self.guard = owner.guard
         self.pool = weakref.ref(pool)
         self.ledger = ledger
-        self.staged: list[StagedRelease] = []
-        self._expected: torch.Tensor | None = None
-        self.remember()
-
-    def remember(self) -> None:
-        """Take the free list as it is now for what the next operation must find."""
-        self._expected = self.pool().free_pages
-
-    def notice_unseen(self) -> None:
-        """Take stock where the free list was replaced without a hook."""
-        pool = self.pool()
-        if pool.free_pages is not self._expected:
-            self.owner.guard.resync(self.ledger, free_list(pool))
-            self.remember()
-
-
-class StagedRelease:
-    """A release held back until its verdict arrives."""
-
-    def __init__(
-        self, items: torch.Tensor, vetted: Vetted, invoke: Callable[[torch.Tensor], None]
-    ) -> None:
-        self.items = items
-        self.vetted = vetted
-        self.invoke = invoke
+        self.is_window = ledger is owner.guard.window
+        self.state = vars(pool)
+        self.expected = self.state["free_pages"]
 
 
 def free_list(pool: Any) -> torch.Tensor:
@@ -181,12 +203,9 @@ def link_of(holder: Any) -> Any:
     return holder.__dict__.get(ATTRIBUTE)
 
 
-def _caller(depth: int) -> FrameType:
-    """The frame ``depth`` levels up, skipping our own and contextlib's."""
-    frame: FrameType | None = sys._getframe(depth)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if not module.startswith((_OUR_PACKAGE + "adapters", "contextlib")):
-            return frame
+def _caller() -> FrameType:
+    """The nearest frame outside the adapters: the place in the caller's code."""
+    frame: FrameType = sys._getframe(2)
+    while frame.f_globals["__name__"].startswith(_ADAPTERS) and frame.f_back is not None:
         frame = frame.f_back
-    return sys._getframe(depth)
+    return frame

@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 
-from hicache_guard.adapters.link import PoolLink, StagedRelease, free_list, in_free_group, link_of
+from hicache_guard.adapters.link import (
+    ATTRIBUTE,
+    AllocatorLink,
+    PoolLink,
+    StandIn,
+    free_list,
+    in_free_group,
+    link_of,
+)
+from hicache_guard.core.backlog import Freed, HandedOut, Held
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.verdict import Vetted
 
@@ -21,52 +30,129 @@ Method = Callable[..., Any]
 
 def _link_of(pool: Any) -> PoolLink | None:
     """The link of a guarded sub-allocator; the base class's methods serve other allocators too."""
-    link = link_of(pool)
-    return link if isinstance(link, PoolLink) else None
+    link = vars(pool).get(ATTRIBUTE)
+    return link if type(link) is PoolLink else None
 
 
-def _count_free(pool: Any) -> int:
-    """Pages in the free list, by the host's own count."""
-    staged = getattr(pool, "num_staged_pages", None)
-    waiting = staged if staged is not None else len(pool.release_pages)
-    return len(pool.free_pages) + int(waiting)
+class FreePages(StandIn):
+    """Stands in for the attribute ``free_pages``: whoever looks sees what has been vetted.
+
+    Outside an operation a look settles the backlog, so that schedulers, leak checks and audits find
+    the free list in order; inside one, SGLang's own code reads and replaces the list as it is.
+    """
+
+    def __get__(self, pool: Any, owner: type | None = None) -> Any:
+        if pool is None:
+            return self
+        state = vars(pool)
+        link = state.get(ATTRIBUTE)
+        if (
+            link is not None
+            and link.guard.operation is None
+            and not link.owner.counting
+            and not link.guard.backlog.empty
+        ):
+            with link.owner.operation("a look at the free list", settle=False):
+                link.guard.backlog.settle(wait=link.guard.device.type == "cpu")
+        try:
+            return state["free_pages"]
+        except KeyError:
+            raise AttributeError("free_pages") from None
+
+    def __set__(self, pool: Any, value: Any) -> None:
+        vars(pool)["free_pages"] = value
+
+
+free_pages = FreePages()
+
+
+def _count_free(state: dict[str, Any]) -> int:
+    """Pages in the free list of a sub-allocator with these attributes, by the host's own count."""
+    waiting = state.get("num_staged_pages")
+    if waiting is None:
+        waiting = state["release_pages"].shape[0]
+    return int(state["free_pages"].shape[0]) + int(waiting)
 
 
 def _allocate(link: PoolLink, name: str, most_pages: int, call: Callable[[], Any]) -> Any:
-    pool, guard = link.pool(), link.owner.guard
-    with link.owner.operation(f"{link.ledger.name}_pool.{name}", depth=3) as outermost:
-        if outermost:
-            settle_overdue(link.owner)
-        if link.staged:
-            _admit_staged(link, most_pages)
-        before = _count_free(pool)
-        result = call()
-        taken = before - _count_free(pool)
-        if taken > 0:
-            # The pages that left are those just before what is left, in the storage of the list
-            # they were sliced from: no copy of the old list has to be kept.
-            rest = pool.free_pages
-            pages = rest.as_strided((taken,), (1,), rest.storage_offset() - taken).clone()
-            guard.hand_out(link.ledger, pages)
-        if result is not None and link.ledger is guard.window:
-            link.owner.captured_window = result
-        return result
+    """Run a sub-allocator's allocation on its own, as load-back does."""
+    with link.owner.operation(f"{link.ledger.name}_pool.{name}", settle=False):
+        settle_overdue(link.owner, most_pages)
+        return _take(link, call)
 
 
-def settle_overdue(owner: Any) -> None:
-    """Before an allocation: what earlier operations left to be done must have been done."""
+class Taking:
+    """A hybrid allocation in progress: its two sides are seen from outside, once, when it is done.
+
+    Sub-allocator hooks then only pass on what they are asked, and keep the window slots.
+    """
+
+    __slots__ = ("_before", "_owner")
+
+    def __init__(self, owner: AllocatorLink) -> None:
+        self._owner = owner
+        self._before = [_count_free(link.state) for link in owner.pools]
+        owner.taking = True
+
+    def done(self) -> None:
+        """Note the pages that left the two free lists."""
+        owner = self._owner
+        owner.taking = False
+        guard = owner.guard
+        for link, before in zip(owner.pools, self._before, strict=True):
+            taken = before - _count_free(link.state)
+            if taken > 0:
+                _note_taken(link, HandedOut(guard.current, link.ledger, link.state["free_pages"], taken))
+
+
+def _note_taken(link: PoolLink, note: HandedOut) -> None:
+    guard = link.guard
+    if guard.lazy and not guard.mapping_suspect:
+        guard.backlog.note(note)
+    else:
+        guard.hand_out(link.ledger, note.pages())
+
+
+def _take(link: PoolLink, call: Callable[[], Any]) -> Any:
+    """Run an allocation and see which pages left the free list."""
+    guard, state = link.guard, link.state
+    before = _count_free(state)
+    result = call()
+    taken = before - _count_free(state)
+    if taken > 0:
+        _note_taken(link, HandedOut(guard.current, link.ledger, state["free_pages"], taken))
+    if link.is_window and result is not None:
+        link.owner.captured_window = result
+    return result
+
+
+def settle_overdue(owner: Any, most_pages: int) -> None:
+    """Before an allocation of up to ``most_pages``: settle what earlier operations left.
+
+    Waits for the device only where the pages that are vetted would not do.
+    """
     guard = owner.guard
+    if guard.backlog.has_frees and not guard.backlog.settle(wait=False):
+        if min(_count_free(link.state) for link in owner.pools) < most_pages:
+            guard.backlog.settle()
     guard.overdue_aliases()
     rows = guard.overdue_peers()
     if rows is not None and rows.numel():
-        allocator = owner.allocator()
-        allocator.free_swa(rows)
+        owner.allocator().free_swa(rows)
+        guard.backlog.settle()
 
 
 def alloc(original: Method, pool: Any, need_size: int) -> Any:
     link = _link_of(pool)
     if link is None:
         return original(pool, need_size)
+    if link.owner.taking:
+        result = original(pool, need_size)
+        if link.is_window:
+            link.owner.captured_window = result
+        return result
+    if link.guard.operation is not None:
+        return _take(link, lambda: original(pool, need_size))
     pages = need_size // pool.page_size
     return _allocate(link, "alloc", pages, lambda: original(pool, need_size))
 
@@ -75,6 +161,13 @@ def alloc_extend(original: Method, pool: Any, *args: Any, **kwargs: Any) -> Any:
     link = _link_of(pool)
     if link is None:
         return original(pool, *args, **kwargs)
+    if link.owner.taking:
+        result = original(pool, *args, **kwargs)
+        if link.is_window:
+            link.owner.captured_window = result
+        return result
+    if link.guard.operation is not None:
+        return _take(link, lambda: original(pool, *args, **kwargs))
     tokens = kwargs["extend_num_tokens"] if "extend_num_tokens" in kwargs else args[5]
     requests = len(kwargs["prefix_lens"] if "prefix_lens" in kwargs else args[0])
     most = tokens // pool.page_size + requests + 1
@@ -85,6 +178,13 @@ def alloc_decode(original: Method, pool: Any, seq_lens: Any, *args: Any, **kwarg
     link = _link_of(pool)
     if link is None:
         return original(pool, seq_lens, *args, **kwargs)
+    if link.owner.taking:
+        result = original(pool, seq_lens, *args, **kwargs)
+        if link.is_window:
+            link.owner.captured_window = result
+        return result
+    if link.guard.operation is not None:
+        return _take(link, lambda: original(pool, seq_lens, *args, **kwargs))
     return _allocate(
         link, "alloc_decode", len(seq_lens), lambda: original(pool, seq_lens, *args, **kwargs)
     )
@@ -93,12 +193,41 @@ def alloc_decode(original: Method, pool: Any, seq_lens: Any, *args: Any, **kwarg
 def free(original: Method, pool: Any, free_index: torch.Tensor) -> None:
     """Slots enter the free list here: whole pages after removing duplicates, or slot by slot."""
     link = _link_of(pool)
-    if link is None or free_index.numel() == 0 or in_free_group(pool):
+    if link is None or free_index.numel() == 0:
+        original(pool, free_index)
+        return
+    if in_free_group(pool):
+        _note_queued(link, free_index, free_index)
         original(pool, free_index)
         return
     distinct = pool.page_size == 1
-    with link.owner.operation(f"{link.ledger.name}_pool.free", depth=2):
+    with link.owner.operation(f"{link.ledger.name}_pool.free", settle=not distinct):
         _release(link, free_index, lambda items: original(pool, items), False, distinct)
+
+
+def free_segment(
+    original: Method, pool: Any, free_index: torch.Tensor, *, start_pos: int
+) -> None:
+    """A segment freed on a sub-allocator whose group is open; else it goes on to page ids."""
+    link = _link_of(pool)
+    if link is not None and free_index.numel() and in_free_group(pool):
+        _note_queued(link, free_index[:: pool.page_size], free_index)
+    original(pool, free_index, start_pos=start_pos)
+
+
+def _note_queued(link: PoolLink, heads: torch.Tensor, slots: torch.Tensor) -> None:
+    """A direct free joins the sub-allocator's group; note now what nobody else will check."""
+    owner, guard = link.owner, link.owner.guard
+    if owner.vetting or link.ledger is not guard.full:
+        return
+    with owner.operation(f"{link.ledger.name}_pool.free", settle=False):
+        guard.note_full_only(heads.clone())
+        if guard.lazy:
+            guard.backlog.note(
+                Freed(guard.current, heads.to(torch.int64, copy=True), slots[-1:], 0, full=True)
+            )
+        else:
+            guard.vet_slots(heads.to(torch.int64), segment=False)
 
 
 def _release_page_ids(original: Method, pool: Any, *page_ids: torch.Tensor) -> None:
@@ -111,7 +240,7 @@ def _release_page_ids(original: Method, pool: Any, *page_ids: torch.Tensor) -> N
     if items.numel() == 0:
         original(pool, *page_ids)
         return
-    with link.owner.operation(f"{link.ledger.name}_pool.free", depth=2):
+    with link.owner.operation(f"{link.ledger.name}_pool.free", settle=False):
         _release(link, items, lambda kept: original(pool, kept), True, True)
 
 
@@ -124,6 +253,12 @@ def _release(
 ) -> None:
     owner, ledger = link.owner, link.ledger
     guard = owner.guard
+    if guard.lazy and distinct and not owner.eager:
+        direct = not owner.vetting
+        guard.backlog.note(Held(guard.current, ledger, items, are_pages, direct, invoke))
+        if guard.mode is not Mode.ENFORCE:
+            invoke(items)
+        return
     known = owner.vetted
     if known is not None and known[0] is items and ledger is guard.full:
         vetted = known[1]
@@ -143,14 +278,13 @@ def _release(
         guard.released(ledger, slots)
         return
     guard.released(ledger, torch.where(vetted.bad, 0, slots))
-    if vetted.arrived():
-        kept = vetted.keep(items)
-        if kept.numel():
-            invoke(kept)
-    elif not distinct:
+    if not distinct and not vetted.arrived():
         _ride(link, items, vetted, invoke)
-    else:
-        link.staged.append(StagedRelease(items, vetted, invoke))
+        return
+    guard.wait_for(vetted)  # page ids came out of an operator that the host waited for
+    kept = vetted.keep(items)
+    if kept.numel():
+        invoke(kept)
 
 
 def _ride(
@@ -175,35 +309,32 @@ def _ride(
             pool.release_pages = before[1]
 
 
-def _admit_staged(link: PoolLink, most_pages: int) -> None:
-    """Let staged releases whose verdict has arrived into the free list; wait only when short."""
-    guard, pool = link.owner.guard, link.pool()
-    while link.staged:
-        staged = link.staged[0]
-        if not staged.vetted.arrived():
-            if _count_free(pool) >= most_pages:
-                return
-            guard.wait_for(staged.vetted)
-        link.staged.pop(0)
-        kept = staged.vetted.keep(staged.items)
-        if kept.numel():
-            staged.invoke(kept)
-
-
 def available_size(original: Method, pool: Any) -> int:
-    size = int(original(pool))
+    """Slots that an allocation could get, those on their way through the backlog included."""
     link = _link_of(pool)
-    if link is None or not link.staged:
+    if link is None:
+        return int(original(pool))
+    owner, backlog = link.owner, link.guard.backlog
+    if owner.taking or not backlog.has_frees:
+        return int(original(pool))
+    before, owner.counting = owner.counting, True
+    try:
+        size = int(original(pool)) + backlog.held_slots(link.ledger)
+        if size > pool.size and not backlog.empty:
+            # More than there is: something held is wrong, and SGLang asserts on this number.
+            with owner.operation("a count of free pages", settle=False):
+                backlog.settle()
+            size = int(original(pool)) + backlog.held_slots(link.ledger)
         return size
-    held = sum(staged.items.numel() for staged in link.staged)
-    return size + held * pool.page_size
+    finally:
+        owner.counting = before
 
 
 def merge_and_sort_free(original: Method, pool: Any) -> None:
     original(pool)
     link = _link_of(pool)
     if link is not None:
-        link.remember()
+        link.expected = link.state["free_pages"]
 
 
 def clear(original: Method, pool: Any) -> None:
@@ -211,8 +342,7 @@ def clear(original: Method, pool: Any) -> None:
     link = _link_of(pool)
     if link is None:
         return
-    link.staged.clear()
-    link.remember()
+    link.expected = link.state["free_pages"]
     guard = link.owner.guard
     if guard.operation is None:
         with link.owner.operation(f"{link.ledger.name}_pool.clear"):
@@ -228,4 +358,4 @@ def restore_state(original: Method, pool: Any, state: Any) -> None:
     with link.owner.operation(f"{link.ledger.name}_pool.restore_state"):
         original(pool, state)
         link.owner.guard.resync(link.ledger, free_list(pool))
-        link.remember()
+        link.expected = link.state["free_pages"]

@@ -120,7 +120,7 @@ def _until_15(homes: tuple[str, str, str, str]) -> tuple[Seam, ...]:
     return _seams(
         homes,
         allocator=("set_full_to_swa_mapping", *_STATE),
-        base=("available_size", "merge_and_sort_free", "restore_state"),
+        base=("free_pages", "available_size", "merge_and_sort_free", "restore_state"),
         paged=("free",),
         group="BaseTokenToKVPoolAllocator",
     )
@@ -174,8 +174,8 @@ RELEASES: dict[str, Release] = {
                 *_seams(
                     _SINCE_13,
                     allocator=("set_full_to_swa_mapping", "resize"),
-                    base=("available_size", "merge_and_sort_free"),
-                    paged=("_release_page_ids",),
+                    base=("free_pages", "available_size", "merge_and_sort_free"),
+                    paged=("_release_page_ids", "free_segment"),
                     group="SWATokenToKVPoolAllocator",
                 ),
                 *_PURE_WINDOW,
@@ -206,8 +206,13 @@ RELEASES: dict[str, Release] = {
                         "resize",
                         *_SEGMENTS,
                     ),
-                    base=("merge_and_sort_free",),
-                    paged=("_release_page_ids", "available_size", "merge_and_sort_free"),
+                    base=("free_pages", "merge_and_sort_free"),
+                    paged=(
+                        "_release_page_ids",
+                        "free_segment",
+                        "available_size",
+                        "merge_and_sort_free",
+                    ),
                     group="SWATokenToKVPoolAllocator",
                 ),
                 *_PURE_WINDOW,

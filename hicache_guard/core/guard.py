@@ -9,12 +9,14 @@ Nothing here reads the device unless a violation has already been seen or the mo
 from __future__ import annotations
 
 import logging
+import sys
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
 
 import torch
 
+from hicache_guard.core.backlog import Backlog, Freed
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.faults import Fault
 from hicache_guard.core.journal import Journal, Operation
@@ -75,6 +77,9 @@ class PoolGuard:
         self._full_only: list[torch.Tensor] = []
         self._aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._backups: deque[tuple[object, UndoLog]] = deque()
+        self.backlog = Backlog(self)
+        #: Whether checks are collected and run together; strict mode needs each answer at once.
+        self.lazy = mode is not Mode.STRICT
 
     # -- operations ----------------------------------------------------------------------------
 
@@ -84,10 +89,11 @@ class PoolGuard:
             self._rebase()
         self.serial += 1
         self.tally.operations += 1
-        self.operation = self.journal.open(self.serial, name, caller)
+        operation = self.journal.open(self.serial, name, caller)
+        self.operation = operation
         if self._under_way:
             self.poll()
-        return self.operation
+        return operation
 
     def end(self) -> None:
         """Close the outermost operation: every mapping write until now came through a seam."""
@@ -110,7 +116,7 @@ class PoolGuard:
 
         Returns the number of bad slots where known now, else None.
         """
-        operation = self._current()
+        operation = self.current
         if self.mode is Mode.STRICT:
             self.wait_for(verdict)
         if not verdict.arrived():
@@ -140,7 +146,11 @@ class PoolGuard:
                 self._report(verdict, ledger, operation)
 
     def drain(self) -> None:
-        """Wait for every verdict under way and report it; for tests, audits and shutdown."""
+        """Wait for every check that is due or under way; for tests, audits and shutdown."""
+        if not self.backlog.empty:
+            self.begin("settling", sys._getframe(1))
+            self.backlog.settle()
+            self.end()
         while self._under_way:
             verdict, _, _ = self._under_way[0]
             self.wait_for(verdict)
@@ -148,7 +158,9 @@ class PoolGuard:
                 verdict.request_facts().wait()
             self.poll()
 
-    def _current(self) -> Operation:
+    @property
+    def current(self) -> Operation:
+        """The operation that is open."""
         assert self.operation is not None, "a check runs inside an operation"
         return self.operation
 
@@ -240,7 +252,7 @@ class PoolGuard:
 
     def hand_out(self, ledger: PageLedger, pages: torch.Tensor) -> None:
         """``pages`` (int64) just left the free list of ``ledger``'s pool."""
-        operation = self._current()
+        operation = self.current
         if self.mapping_suspect or self.mode is Mode.STRICT:
             # With every free vetted, a free list cannot hold a live page; check where one was not.
             known = ledger.pages_of(pages * ledger.page_size)
@@ -294,6 +306,13 @@ class PoolGuard:
         """
         slots = torch.where(continues, last, 0).clamp_(0, self.map.mapping.numel() - 2)
         window = self.map.mapping.index_select(0, slots)
+        if self.mode is Mode.STRICT:
+            self.keep_rows(slots)  # the extension will write these; see hand_out
+        return self._judge_continued(slots, window, continues)[1]
+
+    def _judge_continued(
+        self, slots: torch.Tensor, window: torch.Tensor, continues: torch.Tensor
+    ) -> tuple[torch.Tensor, int | None]:
         stale = continues & ~self.map.proved(slots, window)
         missing = continues & (window == 0)
         bad = stale | missing
@@ -308,9 +327,19 @@ class PoolGuard:
             found=self.window.generations(self.window.pages_of(window)),
             other=window,
         )
-        if self.mode is Mode.STRICT:
-            self.keep_rows(slots)  # the extension will write these; see hand_out
-        return self.judge(verdict, self.full)
+        return bad, self.judge(verdict, self.full)
+
+    def recheck_continued(
+        self, last: torch.Tensor, window: torch.Tensor, lengths: torch.Tensor
+    ) -> None:
+        """As ``check_continued``, later: ``window`` is what the entries of ``last`` were then."""
+        continues = (lengths % self.page_size != 0) & (last >= 0)
+        slots = torch.where(continues, last.long(), 0).clamp_(max=self.map.mapping.numel() - 2)
+        entries = torch.where(continues, window.long(), 0)
+        bad, _ = self._judge_continued(slots, entries, continues)
+        if self.mode is Mode.ENFORCE:
+            # What was mapped after a dead slot lies in a dead or the padding page: unmap it.
+            self.forget_window(self.rows_of_slots(torch.where(bad, slots, 0)))
 
     def reject_dead_targets(self, window: torch.Tensor) -> torch.Tensor:
         """The window slots that a continuing allocation may map; 0 (padding) for a dead one.
@@ -447,6 +476,13 @@ class PoolGuard:
         enforce mode the entries that cannot be proved are erased, so that the free skips them.
         """
         window = self.map.mapping.index_select(0, rows)
+        proved, count = self._judge_entries(rows, window, must_be_mapped)
+        if self.mode is Mode.ENFORCE and count != 0:
+            self.map.erase(rows, proved)
+
+    def _judge_entries(
+        self, rows: torch.Tensor, window: torch.Tensor, must_be_mapped: bool
+    ) -> tuple[torch.Tensor, int | None]:
         proved = self.map.proved(rows, window) | (rows == 0)
         stale = ~proved
         bad = stale
@@ -471,9 +507,40 @@ class PoolGuard:
             found=self.window.generations(self.window.pages_of(window)),
             other=window,
         )
-        count = self.judge(verdict, self.full)
-        if self.mode is Mode.ENFORCE and count != 0:
-            self.map.erase(rows, proved)
+        return proved, self.judge(verdict, self.full)
+
+    def recheck_free(self, note: Freed) -> tuple[set[int], set[int]]:
+        """Judge a noted free on its own; returns the full and the window pages it may release.
+
+        Reads the device: only after a bulk check found something out of order.
+        """
+        heads, ledger = note.heads, self.full
+        freed_full: set[int] = set()
+        freed_window: set[int] = set()
+        rows_bad = self.vet_rows(heads).bad if not note.full else None
+        if note.full:
+            pages = ledger.pages_of(heads)
+            vetted = self._vet(ledger, heads, pages, distinct=True)
+            rows_bad = vetted.bad
+            right = pages[~vetted.bad]
+            ledger.release(right, self.serial)
+            freed_full.update(right.tolist())
+        if note.window is None:
+            if note.peers is not None and bool((note.peers != 0).any()):
+                self.note_full_only(heads)  # judged, and released, before the next allocation
+            return freed_full, freed_window
+        assert rows_bad is not None
+        rows, entries = heads[~rows_bad], note.window[~rows_bad]
+        proved, _ = self._judge_entries(rows, entries, note.mapped)
+        slots = entries[proved & (entries > 0)]
+        pages = self.window.pages_of(slots)
+        vetted = self._vet(self.window, slots, pages, distinct=True)
+        right = pages[~vetted.bad]
+        self.window.release(right, self.serial)
+        freed_window.update(right.tolist())
+        if self.mode is Mode.ENFORCE:
+            self.map.mapping[-1:].fill_(-1)
+        return freed_full, freed_window
 
     def check_peers_released(self, slots: torch.Tensor) -> tuple[torch.Tensor, int | None]:
         """Check that no full slot (int64) about to be freed alone still has a live window peer.
@@ -525,7 +592,7 @@ class PoolGuard:
         """Slots (int64, in range) entered ``ledger``'s free list with their pages."""
         pages = ledger.pages_of(slots)
         ledger.release(pages, self.serial)
-        self.journal.touch(self._current(), "freed", ledger.name, pages)
+        self.journal.touch(self.current, "freed", ledger.name, pages)
 
     # -- mapping writes ------------------------------------------------------------------------
 

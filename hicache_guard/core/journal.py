@@ -11,8 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 
 import torch
 
@@ -33,7 +32,6 @@ def acting_for(request: str) -> Iterator[None]:
         _acting_for.reset(token)
 
 
-@dataclass(slots=True)
 class Operation:
     """One allocator operation.
 
@@ -41,12 +39,21 @@ class Operation:
     ``touched`` holds (verb, pool, page ids) with page ids an int64 tensor on the pool's device.
     """
 
-    serial: int
-    name: str
-    request: str | None
-    file: str
-    line: int
-    touched: list[tuple[str, str, torch.Tensor]] = field(default_factory=list)
+    __slots__ = ("caller", "line", "name", "request", "serial", "touched")
+
+    def __init__(
+        self, serial: int, name: str, request: str | None, caller: CodeType, line: int
+    ) -> None:
+        self.serial = serial
+        self.name = name
+        self.request = request
+        self.caller = caller
+        self.line = line
+        self.touched: list[tuple[str, str, torch.Tensor]] = []
+
+    @property
+    def file(self) -> str:
+        return self.caller.co_filename
 
     def __str__(self) -> str:
         who = f" for {self.request}" if self.request else ""
@@ -66,11 +73,10 @@ class Journal:
 
     def open(self, serial: int, name: str, caller: FrameType) -> Operation:
         """Start the record of one operation; ``caller`` is the frame that called the allocator."""
-        operation = Operation(
-            serial, name, _acting_for.get(), caller.f_code.co_filename, caller.f_lineno
-        )
-        self._operations.append(operation)
-        if len(self._operations) > self._max_operations:
+        operation = Operation(serial, name, _acting_for.get(), caller.f_code, caller.f_lineno)
+        operations = self._operations
+        operations.append(operation)
+        if len(operations) > self._max_operations:
             self._drop_oldest()
         return operation
 

@@ -50,10 +50,16 @@ class PageLedger:
         """Generations (int32) of page ids in 0..``outside``."""
         return self.born.index_select(0, pages)
 
-    def hand_out(self, pages: torch.Tensor, serial: int) -> None:
-        """Start a new generation of ``pages`` (int64 page ids in range)."""
+    def hand_out(self, pages: torch.Tensor, serial: int | torch.Tensor) -> None:
+        """Start a new generation of ``pages`` (int64 page ids in range).
+
+        ``serial`` is that of the operation, or int32 with one for each page.
+        """
         self._undo.save(self.born, pages)
-        self.born.index_fill_(0, pages, serial)
+        if isinstance(serial, int):
+            self.born.index_fill_(0, pages, serial)
+        else:
+            self.born.scatter_(0, pages, serial)
 
     def release(self, pages: torch.Tensor, serial: int) -> None:
         """End the generation of ``pages`` (int64 page ids in 0..``outside``)."""
@@ -88,6 +94,12 @@ class PageLedger:
         self._undo.save(self._named, pages)
         self._named.index_fill_(0, pages, 0)
         self._named.scatter_reduce_(0, pages, self._offsets(slots, pages) + 1, "amax")
+
+    def name_whole(self, pages: torch.Tensor) -> None:
+        """Remember that a free named every slot of ``pages`` (int64 page ids in 0..``outside``)."""
+        if self._named is not None:
+            self._undo.save(self._named, pages)
+            self._named.index_fill_(0, pages, self.page_size)
 
     def _offsets(self, slots: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         return (slots - pages * self.page_size).clamp_(0, self.page_size - 1).to(torch.int32)

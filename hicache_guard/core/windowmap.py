@@ -68,15 +68,20 @@ class WindowMap:
 
     # -- writes --------------------------------------------------------------------------------
 
-    def record(self, full: torch.Tensor, window: torch.Tensor, serial: int) -> None:
-        """Entries ``full[i] -> window[i]`` were written at ``serial``; the window slots change hands.
+    def record(
+        self, full: torch.Tensor, window: torch.Tensor, serial: int | torch.Tensor
+    ) -> None:
+        """Entries ``full[i] -> window[i]`` were written; the window slots change hands.
 
-        Both int64 slot indices within range.
+        Both int64 slot indices within range; ``serial`` as for ``PageLedger.hand_out``.
         """
         if self._undo:
             self._undo.save(self.stamp, full)
             self._undo.save(self.owner, window)
-        self.stamp.index_fill_(0, full, serial)
+        if isinstance(serial, int):
+            self.stamp.index_fill_(0, full, serial)
+        else:
+            self.stamp.scatter_(0, full, serial)
         self.owner.scatter_(0, window, full.to(torch.int32))
 
     def erase(self, full: torch.Tensor, keep: torch.Tensor) -> None:
