@@ -1,7 +1,7 @@
 """Real SGLang releases on this machine: fetched from PyPI as wheels and unpacked as checkouts.
 
-A wheel holds the tree of a checkout (``sglang/…``); nothing of it is installed. A release is fetched
-wholly or not at all: it is unpacked beside its place and moved there at the end.
+A wheel holds the tree of a checkout (``sglang/…``); nothing of it is installed. A release is
+fetched wholly or not at all: it is unpacked beside its place and moved there at the end.
 """
 
 from __future__ import annotations
@@ -64,15 +64,19 @@ def fetch(version: str, say: Callable[[str], None] = lambda text: None) -> Path:
         place.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot write to {place.parent} ({error.strerror}); set {HOME_VAR} to a writable folder"
+            f"cannot write to {place.parent} ({error.strerror}); "
+            f"set {HOME_VAR} to a writable folder"
         ) from None
     with tempfile.TemporaryDirectory(prefix=f".{version}-", dir=place.parent) as scratch:
         say(f"fetching SGLang {version} from PyPI")
         wheel = _download(version, Path(scratch) / "wheel")
         say(f"unpacking SGLang {version}")
         tree = Path(scratch) / "tree"
-        with zipfile.ZipFile(wheel) as archive:
-            archive.extractall(tree)
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(tree)
+        except (zipfile.BadZipFile, OSError) as error:
+            raise ConfigError(f"cannot unpack SGLang {version}: {error}") from None
         try:
             tree.rename(place)
         except OSError:

@@ -16,15 +16,16 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from hicache_guard.repro import pools
 
 from hicache_guard.adapters.allocator import guard_of
 from hicache_guard.adapters.hooks import install, uninstall
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.syncs import SyncCounter
-from hicache_guard.repro import pools
 
 MODES = ("observe", "enforce", "strict")
 PROMPT, STEPS, WINDOW = 512, 8, 128
@@ -48,7 +49,7 @@ class Cycle:
         last = columns[0][:, -1]
         for step in range(1, STEPS + 1):
             length = torch.full((self.batch,), PROMPT + step, dtype=torch.int64)
-            last = clock("decode", lambda length=length, last=last: self._decode(length, last))
+            last = clock("decode", partial(self._decode, length, last))
             columns.append(last.view(self.batch, 1))
         held = torch.cat(columns, dim=1)
         tail = held[:, -WINDOW:].reshape(-1)
@@ -213,9 +214,7 @@ def main() -> None:
             print(f"page {page_size}, batch {batch}", file=sys.stderr)
             times += _times(page_size, batch, options.rounds)
     device = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
-    print(
-        json.dumps({"device": device, "times": times, "memory": _memory(), "syncs": _syncs()})
-    )
+    print(json.dumps({"device": device, "times": times, "memory": _memory(), "syncs": _syncs()}))
 
 
 if __name__ == "__main__":

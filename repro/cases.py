@@ -12,8 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-
-from hicache_guard.repro.pools import Bench, Slots, build, decode, slots
+from hicache_guard.repro.pools import Bench, Slots, build, decode, extend, slots
 
 
 class NotInThisRelease(Exception):
@@ -36,8 +35,11 @@ def _c1() -> Bench:
     pool = bench.allocator
     old = bench.take("A", 6)
     bench.drop("A")
-    bench.do("A frees its first 5 slots: both pages go, the entry of the 6th stays",
-             lambda: pool.free(old[:5]), request="A")
+    bench.do(
+        "A frees its first 5 slots: both pages go, the entry of the 6th stays",
+        lambda: pool.free(old[:5]),
+        request="A",
+    )
     bench.look()
     tail = bench.take("B", 16, tail=4)
     other = bench.take("C", 8)
@@ -63,7 +65,7 @@ class _Rows:
 
 
 def _dsv4_pool(rows: int) -> Any:
-    """DeepSeek-V4's real pool class, its buffers left out: only its translation memo is at stake."""
+    """DeepSeek-V4's real pool class without buffers: only its translation memo is at stake."""
     from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool as Pool
 
     if not hasattr(Pool, "set_swa_key_buffer_radix_fused"):
@@ -140,8 +142,11 @@ def _c4() -> Bench:
     bench.drop("A")
     free_full = getattr(pool, "free_full", None) or pool.full_attn_allocator.free
     bench.do("A's full side is freed alone", lambda: free_full(old), request="A")
-    bench.do("A's window side is freed by its own slots",
-             lambda: pool.swa_attn_allocator.free(slots(12, 16)), request="A")
+    bench.do(
+        "A's window side is freed by its own slots",
+        lambda: pool.swa_attn_allocator.free(slots(12, 16)),
+        request="A",
+    )
     reused = bench.take("B", 8, tail=0)
     bench.take("C", 4)
     bench.drop("B")
@@ -156,8 +161,11 @@ def _c5() -> Bench:
     mine = bench.take("A", 7)
     bench.take("other", 8)
     bench.drop("A")
-    bench.do("A frees its first 5 slots; the page of the 6th and 7th goes too",
-             lambda: pool.free(mine[:5]), request="A")
+    bench.do(
+        "A frees its first 5 slots; the page of the 6th and 7th goes too",
+        lambda: pool.free(mine[:5]),
+        request="A",
+    )
     bench.take("B", 8)
     bench.do("A frees its last 2 slots", lambda: pool.free(mine[5:]), request="A")
     bench.look()
@@ -172,8 +180,11 @@ def _c6(other: int) -> Bench:
     bench.take("other", other)
     mine = bench.take("B", 16, tail=4)
     bench.drop("B")
-    bench.do("B frees its row as a segment, 3 pages of it without window KV",
-             lambda: pool.free_segment(mine, start_pos=0), request="B")
+    bench.do(
+        "B frees its row as a segment, 3 pages of it without window KV",
+        lambda: pool.free_segment(mine, start_pos=0),
+        request="B",
+    )
     bench.look()
     bench.take("C", 16)
     return bench
@@ -219,8 +230,11 @@ def _c9() -> Bench:
     bench.take("other", 8)
     mine = bench.take("A", 6)
     bench.drop("A")
-    bench.do("A frees its row with a zero-filled end",
-             lambda: pool.free(torch.cat((mine, slots(0, 0)))), request="A")
+    bench.do(
+        "A frees its row with a zero-filled end",
+        lambda: pool.free(torch.cat((mine, slots(0, 0)))),
+        request="A",
+    )
     bench.look()
     bench.take("B", 4)
     return bench
@@ -232,8 +246,9 @@ def _c10() -> Bench:
     bench.take("other", 8)
     mine = bench.take("A", 6)
     bench.drop("A")
-    bench.do("A frees its row and a -1",
-             lambda: pool.free(torch.cat((mine, slots(-1)))), request="A")
+    bench.do(
+        "A frees its row and a -1", lambda: pool.free(torch.cat((mine, slots(-1)))), request="A"
+    )
     bench.look()
     bench.take("B", 6)
     return bench
@@ -246,8 +261,11 @@ def _c11() -> Bench:
     mine = bench.take("A", 8)
     bench.drop("A")
     free_full = getattr(pool, "free_full", None) or pool.full_attn_allocator.free
-    bench.do("A's full side is freed alone and its window side never", lambda: free_full(mine),
-             request="A")
+    bench.do(
+        "A's full side is freed alone and its window side never",
+        lambda: free_full(mine),
+        request="A",
+    )
     bench.take("B", 8)
     return bench
 
@@ -399,7 +417,9 @@ def _c14(*, unified: bool, core: str = "python") -> Bench:
     tree = _Tree(bench, unified=unified, core=core)
     mine = bench.take("tree", 16)
     bench.do("16 tokens are inserted", lambda: tree.insert(range(16), mine))
-    bench.do("their last 8 lose their window slots behind the tree", lambda: pool.free_swa(mine[8:]))
+    bench.do(
+        "their last 8 lose their window slots behind the tree", lambda: pool.free_swa(mine[8:])
+    )
     bench.look()
     bench.take("B", 8)
     path = bench.do("they are asked for", lambda: tree.match(range(16)))
@@ -412,8 +432,10 @@ def _c15(*, core: str = "python") -> Bench:
     tree = _Tree(bench, unified=True, core=core)
     bench.take("other", 16)
     mine = bench.take("tree", 16, tail=4)
-    bench.do("a row with window KV for 4 of its 16 tokens is inserted as live",
-             lambda: tree.insert(range(16), mine))
+    bench.do(
+        "a row with window KV for 4 of its 16 tokens is inserted as live",
+        lambda: tree.insert(range(16), mine),
+    )
     bench.drop("tree")
     bench.do("and evicted", lambda: tree.evict(16))
     bench.look()
@@ -431,6 +453,29 @@ def _last_page_lost() -> Bench:
     more = bench.do("A decodes on", lambda: decode(pool, 7, int(mine[-1])), request="A")
     bench.holds["A"] = torch.cat((mine, more))
     bench.look()
+    return bench
+
+
+def _repointed() -> Bench:
+    """Sibling of C1, reports 36081 and 36135: a queued window free is translated too late."""
+    bench = Bench(build())
+    pool = bench.allocator
+    kept = bench.take("node", 8)
+    bench.do("a free group opens", pool.free_group_begin)
+    bench.do("the node's window side is freed: queued", lambda: pool.free_swa(kept))
+    # No audit while the group is open: what is queued belongs to nobody for that long.
+    incoming = bench.do("a newcomer brings the same tokens", lambda: extend(pool, 8))
+
+    def recover() -> None:
+        window = pool.translate_loc_from_full_to_swa(incoming).to(torch.int64)
+        pool.set_full_to_swa_mapping(kept, window)
+        pool.full_to_swa_index_mapping[incoming] = 0
+        pool.full_attn_allocator.free(incoming)
+
+    bench.do("the node is recovered with the window slots of a newcomer", recover)
+    bench.do("the group ends", pool.free_group_end)
+    bench.look()
+    bench.take("B", 8)
     return bench
 
 
@@ -458,4 +503,5 @@ CASES: dict[str, Run] = {
     "C15": _c15,
     "C15b": lambda: _c15(core="rust"),
     "S1": _last_page_lost,
+    "S2": _repointed,
 }

@@ -1,9 +1,9 @@
 """What each case is known to do on each unguarded release: the expectation the matrix is held to.
 
 Source: the fault catalogue, whose entries were seen on those releases with independent scripts
-before this project existed; rows and releases that it leaves open ("nr"), and S1, are what the
-unguarded release was seen to do here on 2026-11-29. S silent corruption, L silent leak, A assertion,
-"range" a write out of range, ok correct, - the call does not exist.
+before this project existed; rows and releases that it leaves open ("nr"), S1 and S2, are what the
+unguarded release was seen to do here on 2026-11-29. S silent corruption, L silent leak, A
+assertion, "range" a write out of range, ok correct, - the call does not exist.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ _ROWS: dict[str, str] = {
     "C15":  "ok     ok     ok     ok     ok     S",
     "C15b": "-      -      -      -      -      S",
     "S1":   "S      S      S      S      S      S",
+    "S2":   "ok     ok     ok     ok     L      ok",
 }  # fmt: skip
 
 #: Case to release to the outcome without a guard.

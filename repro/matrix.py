@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hicache_guard.repro.catalogue import UNGUARDED
+from hicache_guard.repro.titles import TITLES
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from hicache_guard import checkouts
 from hicache_guard.core.errors import ConfigError
-from hicache_guard.repro.catalogue import UNGUARDED
-from hicache_guard.repro.titles import TITLES
 
 MODES = ("off", "observe", "enforce", "strict")
 
@@ -95,9 +95,7 @@ def run(
     cells: dict[tuple[str, str], Cell] = {}
     for release in releases:
         for result in _results(release, cases, modes):
-            cell = cells.setdefault(
-                (result["case"], release), Cell(result["case"], release)
-            )
+            cell = cells.setdefault((result["case"], release), Cell(result["case"], release))
             cell.results[result.pop("mode")] = result
             on_result(release, result)
     return list(cells.values())
@@ -125,8 +123,8 @@ def _results(
     if process.returncode:
         last = errors.strip().splitlines()[-1:] or ["no reason given"]
         raise ConfigError(
-            f"SGLang {release} does not run here: {last[0]}; install hicache-guard[sglang-cpu] with "
-            "scripts/constraints.txt"
+            f"SGLang {release} does not run here: {last[0]}; what it needs is in "
+            "scripts/sglang-cpu.lock (pip install --no-deps -r scripts/sglang-cpu.lock)"
         )
 
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
+from hicache_guard.repro.audit import Books, audit, fingerprint
 
 from hicache_guard.core.journal import acting_for
-from hicache_guard.repro.audit import Books, audit, fingerprint
 
 Slots = torch.Tensor
 
@@ -61,7 +61,7 @@ def build(
         "full_attention_layer_ids": [1],
         "device": device,
     }
-    if "enable_kvcache_transpose" in inspect.signature(pool_class.__init__).parameters:
+    if "enable_kvcache_transpose" in inspect.signature(pool_class).parameters:
         choices["enable_kvcache_transpose"] = False
     pool = pool_class(**choices)
     return allocator_class(
@@ -124,8 +124,9 @@ class Step:
 class Bench:
     """An allocator, its books, and the steps taken on it.
 
-    ``built`` lists every bench of this process, for whoever judges a case after it ended. ``holds`` maps a request to the full slots that it believes to own. ``do`` runs one operation;
-    what it allocates is entered into the books by ``take`` and leaves them by ``drop``.
+    ``holds`` maps a request to the full slots that it believes to own. ``do`` runs one operation;
+    what it allocates is entered into the books by ``take`` and leaves them by ``drop``. ``built``
+    lists every bench of this process, for whoever judges a case after it ended.
     """
 
     allocator: Any
@@ -172,5 +173,7 @@ class Bench:
         """Audit the pools against the books; what it finds is noted on the last step."""
         found = audit(self.allocator, self.holds)
         if self.steps:
-            self.steps[-1].faults += [fault for fault in found if fault not in self.steps[-1].faults]
+            self.steps[-1].faults += [
+                fault for fault in found if fault not in self.steps[-1].faults
+            ]
         return found

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -29,9 +28,10 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)  # a forked child cannot use threads that its parent started
-    from hicache_guard.adapters.hooks import running_release
     from hicache_guard.repro.cases import CASES
     from hicache_guard.repro.pools import allocator_classes, quiet
+
+    from hicache_guard.adapters.hooks import running_release
 
     quiet()
     allocator_classes()
@@ -72,11 +72,12 @@ def _in_child(run: Callable[[], Any], mode: str) -> dict[str, Any]:
 
 
 def _run(run: Callable[[], Any], mode: str) -> dict[str, Any]:
+    from hicache_guard.repro import cases
+    from hicache_guard.repro.audit import fingerprint
+
     from hicache_guard.adapters.hooks import install
     from hicache_guard.core.errors import GuardViolation
     from hicache_guard.core.report import Violation
-    from hicache_guard.repro import cases
-    from hicache_guard.repro.audit import fingerprint
 
     reports: list[Violation] = []
     if mode != "off":
@@ -114,8 +115,9 @@ def _run(run: Callable[[], Any], mode: str) -> dict[str, Any]:
 
 def _note_state_before_each_operation() -> None:
     """A step such as an eviction makes several allocator calls; the promise is for each of them."""
-    from hicache_guard.adapters import link
     from hicache_guard.repro.audit import fingerprint
+
+    from hicache_guard.adapters import link
 
     class Noted(link.Snapshot):
         def __init__(self, owner: link.AllocatorLink) -> None:
@@ -124,7 +126,7 @@ def _note_state_before_each_operation() -> None:
             if bench is not None and owner.allocator() is bench.allocator:
                 bench.before_raise = fingerprint(bench.allocator)
 
-    link.Snapshot = Noted  # type: ignore[misc]
+    link.Snapshot = Noted  # type: ignore[misc,assignment]
 
 
 def _bench() -> Any:
@@ -151,4 +153,4 @@ def _outcome(ended: str, faults: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

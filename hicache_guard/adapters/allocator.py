@@ -187,7 +187,7 @@ def _allocate(link: AllocatorLink, call: Callable[[], Any]) -> Any:
 
 
 def _before_continuing(link: AllocatorLink, last: torch.Tensor, lengths: torch.Tensor) -> bool:
-    """Check (strict) that the window side of what is continued is there; True where it may not be."""
+    """Strict: check that the window side of what is continued is there; True if it may not be."""
     guard = link.guard
     if guard.lazy:
         return False
@@ -287,10 +287,20 @@ def _free_window(
     **where: int,
 ) -> None:
     link = link_of(allocator)
-    if link is None or link.vetting or free_index.numel() == 0 or _queued(link, allocator, name):
+    if link is None or link.vetting or free_index.numel() == 0:
         original(allocator, free_index, **where)
         return
     guard = link.guard
+    if _queued(link, allocator, name):
+        rows = free_index.to(torch.int64, copy=True)
+        known = rows.clamp(0, guard.map.mapping.numel() - 2)
+        link.queued.append((rows, guard.map.mapping.index_select(0, known)))
+        original(allocator, free_index, **where)
+        return
+    if link.queued:
+        free_index = _as_queued(link, free_index)
+        if free_index.numel() == 0:
+            return
     if guard.lazy and (segment or guard.page_size == 1):
         _note_free(original, link, name, free_index, full=False, window=True, where=where)
         return
@@ -305,6 +315,27 @@ def _free_window(
             _run_vetted(link, original, safe, where)
             if guard.mode is Mode.ENFORCE and not link.release.frees_whole_pages:
                 guard.forget_window(guard.rows_of_slots(rows))
+
+
+def _as_queued(link: AllocatorLink, free_index: torch.Tensor) -> torch.Tensor:
+    """The part of a queued window free that still means what it meant when it was queued.
+
+    The release translates it only now. Where an entry was re-pointed meanwhile, it would free the
+    slot that the entry leads to today; the slot that was meant is freed instead (enforce).
+    """
+    guard = link.guard
+    rows = torch.cat([rows for rows, _ in link.queued])
+    then = torch.cat([entries for _, entries in link.queued])
+    link.queued = []
+    if rows.numel() != free_index.numel():
+        return free_index  # not the queue that was noted: something else flushed it
+    moved = guard.check_repointed(rows, then)
+    if moved is None:
+        return free_index
+    guard.backlog.settle()
+    link.allocator().swa_attn_allocator.free(then[moved])
+    guard.backlog.settle()
+    return free_index[~moved]
 
 
 def _note_free(
@@ -481,9 +512,7 @@ def set_full_to_swa_mapping(
         original(allocator, full_indices, written.to(swa_indices.dtype))
 
 
-def clear_full_to_swa_mapping(
-    original: Method, allocator: Any, full_indices: torch.Tensor
-) -> None:
+def clear_full_to_swa_mapping(original: Method, allocator: Any, full_indices: torch.Tensor) -> None:
     link = link_of(allocator)
     if link is None or link.guard.operation is not None:
         original(allocator, full_indices)
@@ -524,6 +553,7 @@ def clear(original: Method, allocator: Any) -> None:
     with link.operation("clear"):
         original(allocator)
         link.guard.backlog.clear()
+        link.queued = []
         link.guard.cleared(allocator.full_attn_allocator.size, allocator.swa_attn_allocator.size)
 
 

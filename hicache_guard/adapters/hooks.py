@@ -43,7 +43,7 @@ class Hook:
 
 
 def running_version() -> str:
-    """The version of the SGLang that this process imports. Raises ConfigError where there is none."""
+    """The version of SGLang that this process imports. Raises ConfigError where there is none."""
     try:
         version = importlib.import_module("sglang.version").__version__
     except ImportError:
@@ -152,7 +152,7 @@ def _handlers_of(seam: Seam) -> ModuleType:
 
 
 def _can_hook(cls: type, method: str, handlers: ModuleType) -> bool:
-    """Whether the class has the method itself; an attribute that we stand in for needs no method."""
+    """Whether the class has the method itself; an attribute we stand in for needs none."""
     return method in vars(cls) or isinstance(getattr(handlers, method), StandIn)
 
 

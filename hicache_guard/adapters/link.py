@@ -13,8 +13,6 @@ from hicache_guard.adapters.releases import Release
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.ledger import PageLedger
-from hicache_guard.core.modes import Mode
-from hicache_guard.core.undo import UndoLog
 from hicache_guard.core.verdict import Vetted
 
 #: The attribute under which an SGLang object holds its link.
@@ -34,13 +32,15 @@ class StandIn:
 
 
 class AllocatorLink:
-    """What the hooks know about one hybrid allocator.
+    """What the hooks know about one hybrid allocator, and what is going on in it.
 
-    ``vetting`` is True while a public free whose arguments were checked runs, ``padding_expected``
-    while page 0 may reach a free list through a fault that was counted already, ``trusted_writer``
-    while a known writer of the bare mapping runs, ``counting`` while free pages are only counted.
-    ``taking`` while a hybrid allocation runs whose outcome is noted at its end, ``eager`` while a free runs whose parts were all checked at once. ``captured_window`` are the window slots that the running allocation took, ``captured_last`` the
-    translation of the slots that it continues after.
+    ``vetting``: a public free whose arguments were checked or noted runs. ``eager``: all parts of
+    that free were checked at once. ``padding_expected``: page 0 may reach a free list through a
+    fault that was counted already. ``trusted_writer``: a known writer of the bare mapping runs.
+    ``counting``: free pages are only counted. ``taking``: a hybrid allocation runs whose outcome is
+    noted at its end. ``captured_window``: the window slots that the running allocation took.
+    ``captured_last``: the translation of the slots that it continues after. ``queued``: window
+    frees that wait for their group to end, as (full slots, what their entries held when queued).
     """
 
     def __init__(self, allocator: Any, guard: PoolGuard, release: Release) -> None:
@@ -57,6 +57,7 @@ class AllocatorLink:
         self.trusted_writer = False
         self.counting = False
         self.eager = False
+        self.queued: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.taking = False
 
     def operation(self, name: str, *, settle: bool = True) -> Running:
@@ -68,7 +69,7 @@ class AllocatorLink:
         return Running(self, name, settle)
 
     def notice_unseen(self) -> torch.Tensor | None:
-        """The mapping, where it was written behind the seams; free lists likewise are taken over."""
+        """The mapping, where it was written behind the seams; free lists are taken over at once."""
         guard = self.guard
         for pool in self.pools:
             if pool.state["free_pages"] is not pool.expected:
@@ -143,7 +144,8 @@ class PoolLink:
     """What the hooks know about one sub-allocator.
 
     ``state`` is the sub-allocator's own attribute dictionary: reading the free list there goes past
-    the descriptor that stands in for it. ``expected`` is the list that the next operation must find.
+    the descriptor that stands in for it. ``expected`` is the list that the next operation must
+    find.
     """
 
     def __init__(self, owner: AllocatorLink, pool: Any, ledger: PageLedger) -> None:

@@ -19,7 +19,6 @@ from hicache_guard.adapters.link import (
     StandIn,
     free_list,
     in_free_group,
-    link_of,
 )
 from hicache_guard.core.backlog import Freed, HandedOut, Held
 from hicache_guard.core.modes import Mode
@@ -102,7 +101,9 @@ class Taking:
         for link, before in zip(owner.pools, self._before, strict=True):
             taken = before - _count_free(link.state)
             if taken > 0:
-                _note_taken(link, HandedOut(guard.current, link.ledger, link.state["free_pages"], taken))
+                _note_taken(
+                    link, HandedOut(guard.current, link.ledger, link.state["free_pages"], taken)
+                )
 
 
 def _note_taken(link: PoolLink, note: HandedOut) -> None:
@@ -132,9 +133,9 @@ def settle_overdue(owner: Any, most_pages: int) -> None:
     Waits for the device only where the pages that are vetted would not do.
     """
     guard = owner.guard
-    if guard.backlog.has_frees and not guard.backlog.settle(wait=False):
-        if min(_count_free(link.state) for link in owner.pools) < most_pages:
-            guard.backlog.settle()
+    under_way = guard.backlog.has_frees and not guard.backlog.settle(wait=False)
+    if under_way and min(_count_free(link.state) for link in owner.pools) < most_pages:
+        guard.backlog.settle()
     guard.overdue_aliases()
     rows = guard.overdue_peers()
     if rows is not None and rows.numel():
@@ -205,9 +206,7 @@ def free(original: Method, pool: Any, free_index: torch.Tensor) -> None:
         _release(link, free_index, lambda items: original(pool, items), False, distinct)
 
 
-def free_segment(
-    original: Method, pool: Any, free_index: torch.Tensor, *, start_pos: int
-) -> None:
+def free_segment(original: Method, pool: Any, free_index: torch.Tensor, *, start_pos: int) -> None:
     """A segment freed on a sub-allocator whose group is open; else it goes on to page ids."""
     link = _link_of(pool)
     if link is not None and free_index.numel() and in_free_group(pool):
@@ -298,15 +297,15 @@ def _ride(
     Bad entries are redirected to a good one of the same call, so that they vanish as duplicates.
     Where there is no good one the release is taken back: the count has arrived by then.
     """
-    pool = link.pool()
-    before = (pool.free_pages, getattr(pool, "release_pages", None))
+    state = link.state
+    before = (state["free_pages"], state.get("release_pages"))
     good = (~vetted.bad).to(torch.uint8).argmax().reshape(1)
     invoke(torch.where(vetted.bad, items.index_select(0, good), items))
     link.owner.guard.wait_for(vetted)
     if vetted.count == items.numel():
-        pool.free_pages = before[0]
+        state["free_pages"] = before[0]
         if before[1] is not None:
-            pool.release_pages = before[1]
+            state["release_pages"] = before[1]
 
 
 def available_size(original: Method, pool: Any) -> int:

@@ -71,7 +71,6 @@ _REMEMBERED_TRANSLATIONS = (
 )
 
 
-
 def _seams(
     homes: tuple[str, str, str, str],
     *,
@@ -111,9 +110,7 @@ _SINCE_13 = (
     f"{_MEM}.allocator.paged",
     f"{_MEM}.allocator.token",
 )
-_PURE_WINDOW = (
-    Seam(_SINCE_13[0], "PureSWATokenToKVPoolAllocator", "pure_window", ("__init__",)),
-)
+_PURE_WINDOW = (Seam(_SINCE_13[0], "PureSWATokenToKVPoolAllocator", "pure_window", ("__init__",)),)
 
 
 def _until_15(homes: tuple[str, str, str, str]) -> tuple[Seam, ...]:

@@ -1,4 +1,4 @@
-"""What ``install`` was told: the mode and the release, for hooks to find when an object is built."""
+"""What ``install`` was told: mode and release, for hooks to find when an object is built."""
 
 from __future__ import annotations
 

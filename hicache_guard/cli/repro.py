@@ -159,7 +159,9 @@ def _details(cells: list[matrix.Cell]) -> Table:
             seen = result.get("violation") or result.get("where") or result.get("detail") or ""
             faults = result.get("faults") or []
             kinds = ", ".join(result.get("detected", []))
-            lines = [part for part in (kinds, faults[0] if faults else "", seen.split("\n")[0]) if part]
+            lines = [
+                part for part in (kinds, faults[0] if faults else "", seen.split("\n")[0]) if part
+            ]
             table.add_row(
                 cell.case, cell.release, mode, result["outcome"], str(result.get("count", "")),
                 "\n".join(dict.fromkeys(lines)),

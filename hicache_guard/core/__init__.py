@@ -1,1 +1,1 @@
-"""The proof machinery: page generations, versioned mappings, free checks. Knows torch, not SGLang."""
+"""The proof machinery: generations, versioned mappings, free checks. Torch, not SGLang."""

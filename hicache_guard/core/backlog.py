@@ -41,7 +41,7 @@ class HandedOut:
     count: int
 
     def pages(self) -> torch.Tensor:
-        """The page ids (int64). They lie before the rest, in the storage that both were cut from."""
+        """The page ids (int64); they lie before the rest in the storage both were cut from."""
         start = self.rest.storage_offset() - self.count
         return self.rest.as_strided((self.count,), (1,), start).clone()
 

@@ -84,9 +84,7 @@ FACTS: dict[Fault, FaultFacts] = {
     Fault.STALE_TRANSLATION: FaultFacts(
         "a translation outlived the mapping it was read from", ("C2", "C3"), (25889,)
     ),
-    Fault.LOST_ROLLBACK: FaultFacts(
-        "free lists are rolled back and the mapping is not", ("C12",)
-    ),
+    Fault.LOST_ROLLBACK: FaultFacts("free lists are rolled back and the mapping is not", ("C12",)),
     Fault.HANDED_OUT_LIVE: FaultFacts("a page is handed out while it is live: two owners"),
     Fault.BYPASS: FaultFacts("pool state was changed behind the guard's seams"),
     Fault.UNPROVED_WINDOW: FaultFacts(

@@ -43,8 +43,9 @@ Report = Callable[[Violation], None]
 class PoolGuard:
     """Proof-keeping for a full pool and a window pool joined by a mapping.
 
-    ``full_slots`` and ``window_slots`` are capacities in slots without the padding page; ``mapping``
-    is SGLang's tensor (see ``WindowMap``). ``on_report`` receives every violation that is counted.
+    ``full_slots`` and ``window_slots`` are capacities in slots without the padding page,
+    ``mapping`` is SGLang's tensor (see ``WindowMap``). ``on_report`` receives every violation that
+    is counted.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class PoolGuard:
         self._aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._backups: deque[tuple[object, UndoLog]] = deque()
         self.backlog = Backlog(self)
-        #: Whether checks are collected and run together; strict mode needs each answer at once.
-        self.lazy = mode is not Mode.STRICT
+        #: Whether checks are collected and run together. Strict needs each answer at once; observe
+        #: may never wait for a device, and settling in order can.
+        self.lazy = mode is Mode.ENFORCE or (mode is Mode.OBSERVE and device.type == "cpu")
 
     # -- operations ----------------------------------------------------------------------------
 
@@ -191,9 +193,7 @@ class PoolGuard:
         if self._on_report is not None:
             self._on_report(violation)
 
-    def _violation(
-        self, finding: Finding, ledger: PageLedger, operation: Operation
-    ) -> Violation:
+    def _violation(self, finding: Finding, ledger: PageLedger, operation: Operation) -> Violation:
         page = finding.slot // self.page_size
         found = expected = other = None
         if finding.found >= 0:
@@ -294,7 +294,7 @@ class PoolGuard:
             self.undo.save(self.map.mapping, self.rows_of_slots(slots))
 
     def mapped(self, full: torch.Tensor, window: torch.Tensor) -> None:
-        """An allocation mapped ``full[i] -> window[i]`` (int64), both fresh or continuing a page."""
+        """An allocation mapped ``full[i] -> window[i]`` (int64), fresh or continuing a page."""
         self.map.record(full, window, self.serial)
 
     def check_continued(self, last: torch.Tensor, continues: torch.Tensor) -> int | None:
@@ -509,6 +509,26 @@ class PoolGuard:
         )
         return proved, self.judge(verdict, self.full)
 
+    def check_repointed(self, rows: torch.Tensor, then: torch.Tensor) -> torch.Tensor | None:
+        """Check that the entries of full slots ``rows`` (int64) still hold what they did ``then``.
+
+        For a release that translates a queued free only when its group ends. Returns (enforce) the
+        mask of those that were re-pointed, or None where there are none.
+        """
+        known = rows.clamp(0, self.map.mapping.numel() - 2)
+        now = self.map.mapping.index_select(0, known)
+        bad = (now != then) & (now > 0) & (then > 0)
+        verdict = Verdict(
+            bad,
+            rows,
+            [Suspicion(Fault.REPOINTED_IN_GROUP, lambda: bad)],
+            expected=self.map.stamp.index_select(0, known),
+            found=self.window.generations(self.window.pages_of(now)),
+            other=now,
+        )
+        count = self.judge(verdict, self.full)
+        return bad if self.mode is Mode.ENFORCE and count else None
+
     def recheck_free(self, note: Freed) -> tuple[set[int], set[int]]:
         """Judge a noted free on its own; returns the full and the window pages it may release.
 
@@ -559,11 +579,11 @@ class PoolGuard:
         return bad, self.judge(verdict, self.full)
 
     def note_full_only(self, slots: torch.Tensor) -> None:
-        """The full pool alone was told to free ``slots``; their window peers are due before long."""
+        """The full pool alone was told to free ``slots``; their window peers are due soon."""
         self._full_only.append(slots)
 
     def overdue_peers(self) -> torch.Tensor | None:
-        """Before an allocation: full slots freed alone whose window peers were left behind, or None.
+        """Before an allocation: full slots freed alone whose window peers were left, or None.
 
         SGLang's trees free the full side first and the window side right after, so an allocation is
         the first moment at which a live peer can be called lost. Returns (enforce) the full slots
@@ -623,7 +643,7 @@ class PoolGuard:
         return written
 
     def overdue_aliases(self) -> None:
-        """Before an allocation: a slot that changed hands must no longer be mapped by its old owner.
+        """Before an allocation: a slot that changed hands must not be mapped by its old owner.
 
         SGLang transfers a window slot by writing the new entry first and clearing the old one next,
         so the overlap is only a fault once something else happens.

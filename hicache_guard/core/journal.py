@@ -92,7 +92,7 @@ class Journal:
             self._held -= pages.numel()
 
     def history(self, pool: str, page: int, limit: int = 6) -> list[str]:
-        """The last operations on one page, newest first, as lines. Reads the device: reports only."""
+        """The last operations on one page, newest first. Reads the device: for reports only."""
         lines: list[str] = []
         for operation in reversed(self._operations):
             for verb, pool_name, pages in reversed(operation.touched):

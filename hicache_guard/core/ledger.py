@@ -118,7 +118,7 @@ class PageLedger:
             self._named.zero_()
 
     def rebase(self, shift: int) -> None:
-        """Subtract ``shift`` from every serial, once in 2**30 operations; no serial falls below 1."""
+        """Subtract ``shift`` from every serial, once in 2**30 operations; none falls below 1."""
         freed = self.born & FREED
         self.born = ((self.born & (FREED - 1)) - shift).clamp_(min=1) | freed
 

@@ -32,11 +32,11 @@ _SYNCHRONISING = frozenset(
 _INDEXING = frozenset({"aten::index", "aten::index_put", "aten::index_put_"})
 
 
-class SyncCounter(TorchDispatchMode):
+class SyncCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, counts synchronising operators by name in ``counts``."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.counts: Counter[str] = Counter()
 
     def __torch_dispatch__(
@@ -66,4 +66,6 @@ def _has_mask(args: tuple[Any, ...]) -> bool:
 
 def _to_host(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
-    return device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"
+    return (
+        device is not None and torch.device(device).type == "cpu" and args[0].device.type != "cpu"
+    )

@@ -25,10 +25,8 @@ class Remembered:
         self._mapping = weakref.ref(mapping)
         self._mapping_version = mapping._version
 
-    def holds(
-        self, translation: torch.Tensor, slots: torch.Tensor, mapping: torch.Tensor
-    ) -> bool:
-        """Whether ``translation`` is the one remembered, for these slots, at this epoch. Host only."""
+    def holds(self, translation: torch.Tensor, slots: torch.Tensor, mapping: torch.Tensor) -> bool:
+        """Whether ``translation`` is the one remembered, for these slots and epoch. Host only."""
         return (
             self._translation() is translation
             and self._slots() is slots
@@ -44,16 +42,17 @@ class Difference:
     Slots that only one of the two has (another batch, of another size) count as different.
     """
 
-    def __init__(
-        self, slots: torch.Tensor, remembered: torch.Tensor, fresh: torch.Tensor
-    ) -> None:
+    def __init__(self, slots: torch.Tensor, remembered: torch.Tensor, fresh: torch.Tensor) -> None:
         both = min(remembered.numel(), fresh.numel())
         old, new = remembered.reshape(-1)[:both].long(), fresh.reshape(-1)[:both].long()
         unequal = old != new
         first = unequal.to(torch.uint8).argmax().reshape(1) if both else None
         facts = [unequal.sum().reshape(1)]
         if first is not None:
-            facts += [column.index_select(0, first) for column in (slots.reshape(-1)[:both].long(), old, new)]
+            facts += [
+                column.index_select(0, first)
+                for column in (slots.reshape(-1)[:both].long(), old, new)
+            ]
         self._copy = HostCopy(torch.cat(facts))
         self._missing = max(remembered.numel(), fresh.numel()) - both
 

@@ -26,11 +26,11 @@ class HostCopy:
         else:
             self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
             self._host.copy_(source, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def arrived(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         if self._event is not None:

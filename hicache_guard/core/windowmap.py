@@ -68,9 +68,7 @@ class WindowMap:
 
     # -- writes --------------------------------------------------------------------------------
 
-    def record(
-        self, full: torch.Tensor, window: torch.Tensor, serial: int | torch.Tensor
-    ) -> None:
+    def record(self, full: torch.Tensor, window: torch.Tensor, serial: int | torch.Tensor) -> None:
         """Entries ``full[i] -> window[i]`` were written; the window slots change hands.
 
         Both int64 slot indices within range; ``serial`` as for ``PageLedger.hand_out``.

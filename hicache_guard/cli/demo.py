@@ -1,0 +1,117 @@
+"""``hicache-guard demo``: the main job in one command and one table.
+
+Recreates the failures of PR #25805 and PR #25889 on a real, unpatched SGLang and shows that the
+same sequences are caught and contained with the guard.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from hicache_guard import checkouts
+from hicache_guard.cli.releases import progress
+from hicache_guard.core.errors import ConfigError
+from hicache_guard.repro import matrix
+
+#: Case of the catalogue to the row that a newcomer reads.
+STORIES = {
+    "C1": "#25805: recycled page keeps an old mapping, window page freed twice",
+    "C4": "#25805, residue: tail of length 0 keeps stale entries",
+    "C2": "#25889: remembered translation outlives a replaced mapping",
+    "C2b": "#25889: and the pool shrank",
+    "C3": "#25889, residue: the mapping is written in place",
+    "C3b": "#25889, residue: another batch writes first",
+}
+
+_UNGUARDED = {
+    "S": "silent: KV of two owners in one slot",
+    "SA": "silent double ownership, then the scheduler dies on an assertion",
+    "range": "write outside the pool",
+    "ok": "correct",
+}
+
+
+def demo(
+    release: Annotated[str, typer.Option(help="The SGLang release to break.")] = "0.5.12",
+    requests: Annotated[
+        int, typer.Option(help="Requests of decode-side churn for #25805.", min=1, max=1_000_000)
+    ] = 10_240,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> int:
+    """Recreate #25805 and #25889 with the guard off and on. Exit 0 if every row is as expected."""
+    checkouts.require(release)
+    total = len(STORIES) * len(matrix.MODES)
+    with progress() as bar:
+        task = bar.add_task(f"importing SGLang {release}", total=total + 1)
+
+        def advance(_: str, result: dict[str, Any]) -> None:
+            bar.update(task, advance=1, description=STORIES[result["case"]][:60])
+
+        cells = matrix.run([release], list(STORIES), on_result=advance)
+        bar.update(task, description=f"{requests} requests of decode-side traffic")
+        churn = _churn(release, requests)
+        bar.update(task, advance=1, description="done")
+    wrong = [problem for cell in cells for problem in cell.wrong()]
+    wrong += churn["wrong"]
+    if as_json:
+        rows = [{"case": cell.case, "wrong": cell.wrong()} for cell in cells]
+        print(json.dumps({"release": release, "cases": rows, "churn": churn}))
+    else:
+        _show(release, cells, churn)
+    return 1 if wrong else 0
+
+
+def _churn(release: str, requests: int) -> dict[str, Any]:
+    command = [sys.executable, "-P", "-m", "hicache_guard.repro.churn_25805", "--json"]
+    done = subprocess.run(
+        [*command, "--requests", str(requests)],
+        env=checkouts.environment(checkouts.require(release)),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    if not done.stdout.strip():
+        raise ConfigError(f"the churn did not run on SGLang {release}")
+    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    report["wrong"] = [] if done.returncode == 0 else ["the churn ended otherwise than expected"]
+    return report
+
+
+def _show(release: str, cells: list[matrix.Cell], churn: dict[str, Any]) -> None:
+    table = Table(title=f"Real SGLang {release}, unpatched, on a CPU", show_lines=True)
+    table.add_column("what happens")
+    table.add_column("guard off", style="red")
+    table.add_column("observe")
+    table.add_column("enforce")
+    table.add_column("strict")
+    table.add_column("as expected")
+    for cell in sorted(cells, key=lambda cell: list(STORIES).index(cell.case)):
+        results = cell.results
+        raised = results["strict"].get("violation", "").split(":")[0]
+        table.add_row(
+            STORIES[cell.case],
+            _UNGUARDED.get(cell.outcome("off"), cell.outcome("off")),
+            f"same as off, {results['observe'].get('count', 0)} reported",
+            "contained, audit clean" if cell.outcome("enforce") == "ok" else "NOT contained",
+            f"error: {raised}" if cell.outcome("strict") == "raised" else "no error",
+            "[green]yes" if not cell.wrong() else "[bold red]" + "; ".join(cell.wrong()),
+        )
+    table.add_row(*churn_row(churn))
+    console = Console()
+    console.print(table)
+    console.print(
+        "Read a case as a story: [bold]hicache-guard repro 25805[/] and "
+        "[bold]hicache-guard repro 25889[/]"
+    )
+
+
+def churn_row(churn: dict[str, Any]) -> tuple[str, ...]:
+    """The table's last row: decode-side traffic until the crash, and to the end with the guard."""
+    raise NotImplementedError

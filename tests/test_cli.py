@@ -1,0 +1,107 @@
+"""The command line: bad input is one line and exit status 2, with nothing half-written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hicache_guard import checkouts
+from hicache_guard.core.errors import ConfigError
+
+
+def _run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "hicache_guard.cli.main", *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nonsense"], "nonsense"),
+        (["repro", "C99"], "C99"),
+        (["repro", "C1", "--mode", "loud"], "loud"),
+        (["repro", "C1", "--release", "0.4.0"], "0.4.0"),
+        (["repro", "25805-churn", "--requests", "0"], "requests"),
+        (["repro", "25805-churn", "--requests", "many"], "requests"),
+        (["releases", "fetch"], "--all"),
+        (["releases", "fetch", "0.5.12", "../../etc"], "../../etc"),
+        (["doctor", "--mode", "loud"], "loud"),
+        (["doctor", "--release", "9.9"], "9.9"),
+        (["bench", "allocator", "--rounds", "-1"], "rounds"),
+        (["bench", "allocator", "--release", "9.9"], "9.9"),
+        (["demo", "--release", "9.9"], "9.9"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(arguments: list[str], says: str, tmp_path: Path) -> None:
+    done = _run(*arguments, HICACHE_GUARD_HOME=str(tmp_path))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert done.stderr.startswith("hicache-guard: ")
+    assert says in done.stderr
+    assert not list(tmp_path.iterdir()), "something was written"
+
+
+def test_missing_release_says_how_to_get_it(tmp_path: Path) -> None:
+    done = _run("repro", "C1", "--release", "0.5.12", HICACHE_GUARD_HOME=str(tmp_path))
+    assert done.returncode == 2
+    assert "releases fetch 0.5.12" in done.stderr
+
+
+def test_unwritable_home_is_said(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("not a folder")
+    done = _run("releases", "fetch", "0.5.12", HICACHE_GUARD_HOME=str(blocked))
+    assert done.returncode == 2
+    assert "HICACHE_GUARD_HOME" in done.stderr
+
+
+def test_releases_lists_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = tmp_path / "releases" / "0.5.13" / "sglang"
+    tree.mkdir(parents=True)
+    (tree / "version.py").write_text("")
+    done = _run("releases", "list", "--json", HICACHE_GUARD_HOME=str(tmp_path))
+    here = {row["version"] for row in json.loads(done.stdout) if row["fetched"]}
+    assert here == {"0.5.13"}
+    monkeypatch.setenv("HICACHE_GUARD_HOME", str(tmp_path))
+    assert checkouts.require("0.5.13") == tree.parent
+    with pytest.raises(ConfigError, match=r"fetch 0\.5\.12"):
+        checkouts.require("0.5.12")
+
+
+def test_fetch_leaves_nothing_behind_when_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mutation: without the scratch folder a broken wheel leaves a half-unpacked release."""
+    monkeypatch.setenv("HICACHE_GUARD_HOME", str(tmp_path))
+
+    def broken(version: str, folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        wheel = folder / "sglang.whl"
+        wheel.write_bytes(b"PK not a wheel")
+        return wheel
+
+    monkeypatch.setattr(checkouts, "_download", broken)
+    with pytest.raises(ConfigError, match=r"0\.5\.12"):
+        checkouts.fetch("0.5.12")
+    assert not checkouts.is_fetched("0.5.12")
+    assert not list((tmp_path / "releases").iterdir())
+
+
+def test_sglang_settings_of_the_caller_do_not_leak_into_a_reproduction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SGLANG_INVARIANT_CHECK", "2")
+    monkeypatch.setenv("HICACHE_GUARD", "strict")
+    environment = checkouts.environment(Path("/somewhere"))
+    assert "SGLANG_INVARIANT_CHECK" not in environment
+    assert "HICACHE_GUARD" not in environment
+    assert environment["PYTHONPATH"] == "/somewhere"
