@@ -479,6 +479,20 @@ def _repointed() -> Bench:
     return bench
 
 
+def _half_failed() -> Bench:
+    """Sibling of C11: decode finds a full page and no window page, and keeps the full page."""
+    bench = Bench(build(64, 16))
+    pool = bench.allocator
+    if not hasattr(pool, "free_swa_segment"):
+        raise NotInThisRelease("reads past the end of an empty free list and dies (to 0.5.18)")
+    mine = bench.take("A", 16)
+    got = bench.do("A decodes on", lambda: decode(pool, 17, int(mine[-1])), request="A")
+    if got is not None:
+        bench.holds["A"] = torch.cat((mine, got))
+    bench.look()
+    return bench
+
+
 #: The catalogue's rows; their titles are in ``titles``.
 CASES: dict[str, Run] = {
     "C1": _c1,
@@ -504,4 +518,5 @@ CASES: dict[str, Run] = {
     "C15b": lambda: _c15(core="rust"),
     "S1": _last_page_lost,
     "S2": _repointed,
+    "S3": _half_failed,
 }

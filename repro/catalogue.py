@@ -1,7 +1,7 @@
 """What each case is known to do on each unguarded release: the expectation the matrix is held to.
 
 Source: the fault catalogue, whose entries were seen on those releases with independent scripts
-before this project existed; rows and releases that it leaves open ("nr"), S1 and S2, are what the
+before this project existed; rows and releases that it leaves open ("nr"), S1 to S3, are what the
 unguarded release was seen to do here on 2026-11-29. S silent corruption, L silent leak, A
 assertion, "range" a write out of range, ok correct, - the call does not exist.
 """
@@ -35,6 +35,7 @@ _ROWS: dict[str, str] = {
     "C15b": "-      -      -      -      -      S",
     "S1":   "S      S      S      S      S      S",
     "S2":   "ok     ok     ok     ok     L      ok",
+    "S3":   "-      -      -      -      -      L",
 }  # fmt: skip
 
 #: Case to release to the outcome without a guard.

@@ -15,15 +15,26 @@ forward pass, the KV transfer, and the copy of KV to the host when a request is 
 
 from __future__ import annotations
 
+import argparse
+import json
+import logging
+import os
+import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hicache_guard.repro import pools
-from hicache_guard.repro.audit import Books
+from rich.console import Console
+from rich.text import Text
 
+from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.journal import acting_for
+from hicache_guard.core.report import Violation
+from hicache_guard.repro import picture, pools
+from hicache_guard.repro.audit import Books, audit, fingerprint, free_pages
+from hicache_guard.repro.matrix import MODES
 
 #: Where each operation comes from, in 0.5.12 under sglang/srt.
 PREALLOCATE = "disaggregation/decode.py:_pre_alloc"
@@ -32,6 +43,9 @@ GROW = "speculative/eagle_info_v2.py:prepare_for_decode"
 RESULTS = "managers/scheduler_output_processor_mixin.py:process_batch_result_decode"
 FREE_COMMITTED = "mem_cache/chunk_cache.py:cache_finished_req"
 FREE_SPARE = "mem_cache/common.py:release_kv_cache"
+
+#: The only release that the fault can be seen on; later ones clear what B would inherit.
+FAULTY = "0.5.12"
 
 
 @dataclass(eq=False)

@@ -179,10 +179,15 @@ def alloc_decode(
 def _allocate(link: AllocatorLink, call: Callable[[], Any]) -> Any:
     """Run the release's allocation; strict mode looks at each side before the next is touched."""
     if not link.guard.lazy:
-        return call()
+        before = [page_pool.count_free(pool.state) for pool in link.pools]
+        full = call()
+        if full is None:
+            after = [page_pool.count_free(pool.state) for pool in link.pools]
+            link.guard.check_nothing_kept([b - a for b, a in zip(before, after, strict=True)])
+        return full
     taking = page_pool.Taking(link)
     full = call()
-    taking.done()
+    taking.done(failed=full is None)
     return full
 
 
@@ -199,7 +204,8 @@ def _after_continuing(link: AllocatorLink, last: torch.Tensor, lengths: torch.Te
     """Note what was continued, with the entries as the release itself just read them."""
     guard, window = link.guard, link.captured_last
     if guard.lazy and window is not None:
-        guard.backlog.note(Continued(guard.current, last, window, lengths))
+        # The caller goes on to use, and may overwrite, what it passed.
+        guard.backlog.note(Continued(guard.current, last.clone(), window, lengths.clone()))
 
 
 def _map_fresh(link: AllocatorLink, full: Any, *, suspect: bool = False) -> int:
@@ -211,7 +217,7 @@ def _map_fresh(link: AllocatorLink, full: Any, *, suspect: bool = False) -> int:
     count = int(window.numel())
     rows = full if count == full.numel() else full[full.numel() - count :]
     if guard.lazy and not guard.mapping_suspect:
-        guard.backlog.note(Mapped(guard.current, rows, window))
+        guard.backlog.note(Mapped(guard.current, rows.clone(), window))
         return count
     rows, slots = rows.to(torch.int64), window.to(torch.int64)
     if suspect:
@@ -259,7 +265,8 @@ def _free_both(
         if safe.numel():
             _follow_entries(link, torch.where(vetted.bad, 0, slots), segment=segment)
             if in_free_group(allocator):
-                guard.backlog.vouch(guard.full, guard.full.pages_of(slots[~vetted.bad]))
+                named = torch.where(vetted.bad, 0, slots)
+                guard.backlog.vouch(guard.full, guard.full.pages_of(named))
             link.vetted = (safe, vetted) if safe is free_index else None
             link.eager = True
             _run_vetted(link, original, safe, where)
@@ -333,7 +340,7 @@ def _as_queued(link: AllocatorLink, free_index: torch.Tensor) -> torch.Tensor:
     if moved is None:
         return free_index
     guard.backlog.settle()
-    link.allocator().swa_attn_allocator.free(then[moved])
+    link.state["swa_attn_allocator"].free(then[moved])
     guard.backlog.settle()
     return free_index[~moved]
 
@@ -469,7 +476,8 @@ def _free_full_only(
         guard.note_named(slots, vetted.bad, segment=segment)
         if safe.numel():
             if in_free_group(allocator):
-                guard.backlog.vouch(guard.full, guard.full.pages_of(slots[~vetted.bad]))
+                named = torch.where(vetted.bad, 0, slots)
+                guard.backlog.vouch(guard.full, guard.full.pages_of(named))
             link.vetted = (safe, vetted) if safe is free_index else None
             link.eager = True
             _run_vetted(link, original, safe, where)

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from hicache_guard.adapters import state
+from hicache_guard.adapters.allocator import guard_of, guarded_allocators
 from hicache_guard.adapters.link import StandIn
 from hicache_guard.adapters.releases import RELEASES, Release, Seam
 from hicache_guard.core.errors import ConfigError, UnguardedError
@@ -98,7 +99,12 @@ def install(
 
 
 def uninstall() -> None:
-    """Take every hook out. Allocators built meanwhile keep working, unguarded."""
+    """Take every hook out. Allocators built meanwhile keep working, unguarded.
+
+    What their guards still had to check is checked first, and what was held back is released.
+    """
+    for allocator in guarded_allocators():
+        guard_of(allocator)
     for release in RELEASES.values():
         for seam, cls in _loaded(release):
             for method in seam.methods:

@@ -97,6 +97,8 @@ class Running:
         guard = link.guard
         self._outermost = guard.operation is None
         if not self._outermost:
+            if self._settle and guard.lazy and not guard.backlog.empty:
+                guard.backlog.settle()
             return False
         guard.begin(self._name, _caller())
         mapping = link.notice_unseen()

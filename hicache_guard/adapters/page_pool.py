@@ -65,7 +65,7 @@ class FreePages(StandIn):
 free_pages = FreePages()
 
 
-def _count_free(state: dict[str, Any]) -> int:
+def count_free(state: dict[str, Any]) -> int:
     """Pages in the free list of a sub-allocator with these attributes, by the host's own count."""
     waiting = state.get("num_staged_pages")
     if waiting is None:
@@ -80,26 +80,43 @@ def _allocate(link: PoolLink, name: str, most_pages: int, call: Callable[[], Any
         return _take(link, call)
 
 
+#: Where a sub-allocator keeps its free pages. SGLang replaces these and never writes into them.
+_LISTS = ("free_pages", "release_pages", "staged_pages", "num_staged_pages")
+
+
 class Taking:
     """A hybrid allocation in progress: its two sides are seen from outside, once, when it is done.
 
     Sub-allocator hooks then only pass on what they are asked, and keep the window slots.
     """
 
-    __slots__ = ("_before", "_owner")
+    __slots__ = ("_before", "_lists", "_owner")
 
     def __init__(self, owner: AllocatorLink) -> None:
         self._owner = owner
-        self._before = [_count_free(link.state) for link in owner.pools]
+        self._before = [count_free(link.state) for link in owner.pools]
+        self._lists = [
+            {name: link.state[name] for name in _LISTS if name in link.state}
+            for link in owner.pools
+        ]
         owner.taking = True
 
-    def done(self) -> None:
-        """Note the pages that left the two free lists."""
+    def done(self, *, failed: bool) -> None:
+        """Note the pages that left the free lists; none may have if the allocation failed."""
         owner = self._owner
         owner.taking = False
         guard = owner.guard
-        for link, before in zip(owner.pools, self._before, strict=True):
-            taken = before - _count_free(link.state)
+        kept = [
+            before - count_free(link.state)
+            for link, before in zip(owner.pools, self._before, strict=True)
+        ]
+        if failed and any(kept):
+            guard.check_nothing_kept(kept)
+            if guard.mode is Mode.ENFORCE:
+                for link, lists in zip(owner.pools, self._lists, strict=True):
+                    link.state.update(lists)
+                return
+        for link, taken in zip(owner.pools, kept, strict=True):
             if taken > 0:
                 _note_taken(
                     link, HandedOut(guard.current, link.ledger, link.state["free_pages"], taken)
@@ -117,9 +134,9 @@ def _note_taken(link: PoolLink, note: HandedOut) -> None:
 def _take(link: PoolLink, call: Callable[[], Any]) -> Any:
     """Run an allocation and see which pages left the free list."""
     guard, state = link.guard, link.state
-    before = _count_free(state)
+    before = count_free(state)
     result = call()
-    taken = before - _count_free(state)
+    taken = before - count_free(state)
     if taken > 0:
         _note_taken(link, HandedOut(guard.current, link.ledger, state["free_pages"], taken))
     if link.is_window and result is not None:
@@ -134,8 +151,10 @@ def settle_overdue(owner: Any, most_pages: int) -> None:
     """
     guard = owner.guard
     under_way = guard.backlog.has_frees and not guard.backlog.settle(wait=False)
-    if under_way and min(_count_free(link.state) for link in owner.pools) < most_pages:
+    if under_way and min(count_free(link.state) for link in owner.pools) < most_pages:
         guard.backlog.settle()
+    if guard.mapping_suspect and not guard.backlog.empty:
+        guard.backlog.settle()  # from here on allocations are recorded at once
     guard.overdue_aliases()
     rows = guard.overdue_peers()
     if rows is not None and rows.numel():
@@ -198,8 +217,11 @@ def free(original: Method, pool: Any, free_index: torch.Tensor) -> None:
         original(pool, free_index)
         return
     if in_free_group(pool):
-        _note_queued(link, free_index, free_index)
+        _note_queued(link, free_index, segment=False)
         original(pool, free_index)
+        return
+    if hasattr(pool, "_release_page_ids"):
+        original(pool, free_index)  # goes on to page ids, each once
         return
     distinct = pool.page_size == 1
     with link.owner.operation(f"{link.ledger.name}_pool.free", settle=not distinct):
@@ -210,23 +232,25 @@ def free_segment(original: Method, pool: Any, free_index: torch.Tensor, *, start
     """A segment freed on a sub-allocator whose group is open; else it goes on to page ids."""
     link = _link_of(pool)
     if link is not None and free_index.numel() and in_free_group(pool):
-        _note_queued(link, free_index[:: pool.page_size], free_index)
+        _note_queued(link, free_index, segment=True)
     original(pool, free_index, start_pos=start_pos)
 
 
-def _note_queued(link: PoolLink, heads: torch.Tensor, slots: torch.Tensor) -> None:
-    """A direct free joins the sub-allocator's group; note now what nobody else will check."""
-    owner, guard = link.owner, link.owner.guard
-    if owner.vetting or link.ledger is not guard.full:
+def _note_queued(link: PoolLink, free_index: torch.Tensor, *, segment: bool) -> None:
+    """A direct free joins the sub-allocator's group; check now what nobody else will check."""
+    owner, guard = link.owner, link.guard
+    if owner.vetting or link.is_window:
         return
-    with owner.operation(f"{link.ledger.name}_pool.free", settle=False):
-        guard.note_full_only(heads.clone())
-        if guard.lazy:
-            guard.backlog.note(
-                Freed(guard.current, heads.to(torch.int64, copy=True), slots[-1:], 0, full=True)
-            )
-        else:
-            guard.vet_slots(heads.to(torch.int64), segment=False)
+    lazy = guard.lazy and (segment or guard.page_size == 1)
+    with owner.operation(f"{link.ledger.name}_pool.free", settle=not lazy):
+        slots = free_index.to(torch.int64, copy=True)
+        guard.note_full_only(slots)
+        if lazy:
+            heads = slots[:: guard.page_size]
+            guard.backlog.note(Freed(guard.current, heads, slots[-1:], slots.shape[0], full=True))
+            return
+        vetted = guard.vet_slots(slots, segment=segment)
+        guard.backlog.vouch(guard.full, guard.full.pages_of(torch.where(vetted.bad, 0, slots)))
 
 
 def _release_page_ids(original: Method, pool: Any, *page_ids: torch.Tensor) -> None:

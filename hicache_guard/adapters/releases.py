@@ -172,7 +172,7 @@ RELEASES: dict[str, Release] = {
                     _SINCE_13,
                     allocator=("set_full_to_swa_mapping", "resize"),
                     base=("free_pages", "available_size", "merge_and_sort_free"),
-                    paged=("_release_page_ids", "free_segment"),
+                    paged=("_release_page_ids", "free", "free_segment"),
                     group="SWATokenToKVPoolAllocator",
                 ),
                 *_PURE_WINDOW,
@@ -206,6 +206,7 @@ RELEASES: dict[str, Release] = {
                     base=("free_pages", "merge_and_sort_free"),
                     paged=(
                         "_release_page_ids",
+                        "free",
                         "free_segment",
                         "available_size",
                         "merge_and_sort_free",

@@ -327,7 +327,7 @@ class Backlog:
         here = guard.operation
         rightly: dict[str, set[int]] = {guard.full.name: set(), guard.window.name: set()}
         for ledger, pages in batch.vouched:
-            rightly[ledger.name].update(pages.tolist())
+            rightly[ledger.name].update(page for page in pages.tolist() if page)
         for note in batch.continued:
             guard.operation = note.operation
             guard.recheck_continued(note.last, note.window, note.lengths)

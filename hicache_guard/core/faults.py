@@ -27,6 +27,7 @@ class Fault(enum.Enum):
     STALE_TRANSLATION = "stale-translation"
     LOST_ROLLBACK = "lost-rollback"
     HANDED_OUT_LIVE = "handed-out-live"
+    KEPT_PAGES = "kept-pages"
     BYPASS = "bypass"
     UNPROVED_WINDOW = "unproved-window"
 
@@ -86,6 +87,7 @@ FACTS: dict[Fault, FaultFacts] = {
     ),
     Fault.LOST_ROLLBACK: FaultFacts("free lists are rolled back and the mapping is not", ("C12",)),
     Fault.HANDED_OUT_LIVE: FaultFacts("a page is handed out while it is live: two owners"),
+    Fault.KEPT_PAGES: FaultFacts("an allocation failed on one side and kept pages of the other"),
     Fault.BYPASS: FaultFacts("pool state was changed behind the guard's seams"),
     Fault.UNPROVED_WINDOW: FaultFacts(
         "a prefix is reused although its window tail cannot be proved", ("C14", "C15")

@@ -273,6 +273,18 @@ class PoolGuard:
         ledger.hand_out(pages, self.serial)
         self.journal.touch(operation, "allocated", ledger.name, pages)
 
+    def check_nothing_kept(self, kept: list[int]) -> None:
+        """A hybrid allocation returned nothing; ``kept`` pages left the full and window free lists.
+
+        They belong to nobody now: the caller was told that there was no memory.
+        """
+        for ledger, count in zip((self.full, self.window), kept, strict=True):
+            if count:
+                slots = torch.zeros(count, dtype=torch.int64, device=self.device)
+                bad = torch.ones(count, dtype=torch.bool, device=self.device)
+                suspicion = Suspicion(Fault.KEPT_PAGES, lambda bad=bad: bad)  # type: ignore[misc]
+                self.judge(Verdict(bad, slots, [suspicion]), ledger)
+
     def _rows_of(self, pages: torch.Tensor) -> torch.Tensor:
         if self.page_size == 1:
             return pages

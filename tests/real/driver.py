@@ -6,6 +6,7 @@ next. Reads go around the guard's stand-in for the free list, so that looking ch
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ _GROUPS = (
 def prepare() -> str:
     """Import the release and everything else that a child needs; returns the version."""
     torch.set_num_threads(1)
+    logging.getLogger("hicache_guard").setLevel(logging.CRITICAL)  # reports are taken by callback
     pools.quiet()
     pools.allocator_classes()
     allocate_without_triton()
@@ -45,7 +47,7 @@ def allocate_without_triton() -> None:
     """Let the release's own ``alloc_extend_naive`` stand for its interpreted Triton kernels.
 
     Up to 0.5.18 a page allocation is a Triton kernel, which takes 10 ms where it is interpreted.
-    Decode is an extension by one token. Releases that already go without Triton are left alone.
+    Decode is an extension by one token. Later releases go without Triton on a CPU by themselves.
     """
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 import traceback
 from collections import Counter
@@ -18,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -33,6 +34,8 @@ from real.driver import Call, Pair, give, tensor
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.repro.audit import audit, fingerprint, free_pages
 
+import os  # noqa
+SKIP = os.environ.get("HG_SKIP", "").split(",")
 #: What a machine counted over all of its examples.
 Statistics = Counter[str]
 
@@ -246,7 +249,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert not faults, faults
 
     def teardown(self) -> None:
-        if hasattr(self, "pair"):
+        if hasattr(self, "pair") and sys.exc_info()[0] is None:
             self.look()
 
     def settle(self) -> None:
@@ -268,7 +271,7 @@ class PoolMachine(RuleBasedStateMachine):
     def pages_for(self, start: int, count: int) -> int:
         """Pages that a request of ``start`` tokens needs for ``count`` more."""
         size = self.page_size
-        return -(-(start + count) // size) + -(-start // -size)
+        return -(-(start + count) // size) - -(-start // size)
 
     def new_request(self) -> Request:
         self.names += 1
@@ -348,6 +351,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.oracle.unmap(got[: len(got) - mapped])
         request.slots = held
 
+    def pick(self, which: int) -> Request | None:
+        """One of the requests; where there is none a new one, unless there is no room for it."""
+        if not self.requests:
+            request = self.new_request()
+            self.extend([(request, self.scaled(which * 7 + 1))])
+            if request.slots:
+                self.requests.append(request)
+        return self.requests[which % len(self.requests)] if self.requests else None
+
     @running
     @rule(counts=st.lists(st.integers(1, 40), min_size=1, max_size=3))
     def start(self, counts: list[int]) -> None:
@@ -363,16 +375,17 @@ class PoolMachine(RuleBasedStateMachine):
     @running
     @rule(which=st.integers(0, 7), tokens=st.integers(1, 30))
     def grow(self, which: int, tokens: int) -> None:
-        if self.requests:
-            request = self.requests[which % len(self.requests)]
+        request = self.pick(which)
+        if request and not self.over:
             self.extend([(request, self.scaled(tokens))])
             self.settle()
 
     @running
     @rule(which=st.lists(st.integers(0, 7), min_size=1, max_size=3))
     def decode(self, which: list[int]) -> None:
+        self.pick(which[0])
         chosen = {number % len(self.requests) for number in which} if self.requests else set()
-        if chosen:
+        if chosen and not self.over:
             self.extend([(self.requests[number], 1) for number in sorted(chosen)], decodes=True)
             self.settle()
 
@@ -469,9 +482,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 7), segment=st.booleans(), trim=st.integers(0, 20))
     def finish(self, which: int, segment: bool, trim: int) -> None:
         """A request ends: all of it, or all but the last slots of its last page, is freed."""
-        if not self.requests:
+        request = self.pick(which)
+        if not request or self.over:
             return
-        request = self.requests[which % len(self.requests)]
         held = request.slots
         in_last = len(held) % self.page_size or self.page_size
         keep = trim % in_last if trim > 10 else 0
@@ -489,9 +502,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 7), pages=st.integers(1, 3), segment=st.booleans())
     def evict_window(self, which: int, pages: int, segment: bool) -> None:
         """The next pages of a request leave the window, never its last one."""
-        if not self.requests:
+        request, size = self.pick(which), self.page_size
+        if not request or self.over:
             return
-        request, size = self.requests[which % len(self.requests)], self.page_size
         most = (len(request.slots) - 1) // size - request.evicted // size
         count = min(pages, most) * size
         gone = request.slots[request.evicted : request.evicted + count]
@@ -506,9 +519,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 7))
     def free_as_trees_do(self, which: int) -> None:
         """The full side on its own pool first, the window side right after."""
-        if not self.requests or self.oracle.group:
+        request = self.pick(which)
+        if not request or self.over or self.oracle.group:
             return
-        request = self.requests[which % len(self.requests)]
         live = request.slots[request.evicted :]
         dead = request.slots[: request.evicted]
         if not self.corrupt and self.unmapped(request):
@@ -526,6 +539,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule()
     def begin_group(self) -> None:
         if not self.oracle.group:
+            if "group" in SKIP:
+                self.pair.guard  # noqa
             self.perform("group", lambda allocator: allocator.free_group_begin())
             self.oracle.begin_group()
 
@@ -658,9 +673,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 7))
     def read(self, which: int) -> None:
         """The window layers translate a request's slots."""
-        if not self.requests:
+        request = self.pick(which)
+        if not request or self.over:
             return
-        request = self.requests[which % len(self.requests)]
         rows = [row for row in request.slots if self.corrupt or self.oracle.proved(row)]
         if not rows:
             return
@@ -757,8 +772,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9), segment=st.booleans(), beside=st.booleans())
     def free_again(self, which: int, segment: bool, beside: bool) -> None:
         """What was freed already is freed again, alone or beside a request that ends now."""
+        if not self.ghosts.wholes:
+            self.finish(which, segment, 0)
         ghosts = [slots for slots in self.ghosts.wholes if self._dead(slots)]
-        if not ghosts or (self.oracle.group and self.rules.deferred):
+        if not ghosts or self.over or (self.oracle.group and self.rules.deferred):
             return
         slots = ghosts[which % len(ghosts)]
         segment = segment and self.rules.segments
@@ -776,12 +793,14 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 9))
     def free_the_rest(self, which: int) -> None:
         """The rest of a page whose first part was freed earlier, recycled since or not."""
+        if not self.ghosts.rests:
+            self.finish(which, False, 11 + which)
         rests = [
             slots
             for slots in self.ghosts.rests
             if self._dead(slots) or self.oracle.plan_free(slots, full=True, window=True).judgement.must
         ]
-        if not rests or (self.oracle.group and self.rules.deferred):
+        if not rests or self.over or (self.oracle.group and self.rules.deferred):
             return
         slots = rests[which % len(rests)]
         page = slots[0] // self.page_size
@@ -824,8 +843,10 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 7), segment=st.booleans())
     def evict_again(self, which: int, segment: bool) -> None:
         """The same range leaves the window a second time."""
+        if not any(request.evicted for request in self.requests):
+            self.evict_window(which, 1, segment)
         gone = [request for request in self.requests if request.evicted]
-        if not gone or (self.oracle.group and self.rules.deferred):
+        if not gone or self.over or (self.oracle.group and self.rules.deferred):
             return
         request = gone[which % len(gone)]
         rows = request.slots[: request.evicted]
@@ -839,8 +860,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 7), api=st.booleans(), segment=st.booleans())
     def free_full_alone(self, which: int, api: bool, segment: bool) -> None:
         """The full side is freed and the window side left behind."""
+        self.pick(which)
         whole = [r for r in self.requests if not r.evicted and not self.unmapped(r)]
-        if not whole or self.oracle.group:
+        if not whole or self.over or self.oracle.group:
             return
         request = whole[which % len(whole)]
         name, pool = ("free_full", None) if api else ("free", "full_attn_allocator")
@@ -911,8 +933,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 7), more=st.integers(1, 30))
     def go_on_without_window(self, which: int, more: int) -> None:
         """All of a request's window KV is freed behind it, and it goes on."""
+        self.pick(which)
         whole = [r for r in self.requests if not self.unmapped(r)]
-        if not whole or self.page_size == 1 or self.oracle.group:
+        if not whole or self.over or self.page_size == 1 or self.oracle.group:
             return
         request = whole[which % len(whole)]
         if self.free("lose window", "free_swa", request.slots[request.evicted :], full=False):
@@ -934,8 +957,9 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(which=st.integers(0, 7), first=st.booleans(), second=st.booleans())
     def free_twice_in_group(self, which: int, first: bool, second: bool) -> None:
         """A group that is open now is given the same row twice."""
+        self.pick(which)
         whole = [r for r in self.requests if not r.evicted and not self.unmapped(r)]
-        if not whole:
+        if not whole or self.over:
             return
         request = whole[which % len(whole)]
         self.requests.remove(request)
@@ -949,7 +973,9 @@ def _text(reports: list[Any], op: int) -> str:
     return "\n".join(str(report) for report in reports if report.request == f"op{op}")
 
 
-def run(mode: str, examples: int, steps: int, *, derandomize: bool, version: str) -> dict[str, Any]:
+def run(
+    mode: str, examples: int, steps: int, *, derandomize: bool, shrink: bool, version: str
+) -> dict[str, Any]:
     """Run the machine in one mode; ``failure`` is empty where everything held."""
     seen: Statistics = Counter()
     machine = type("Machine", (PoolMachine,), {"mode": mode, "version": version, "seen": seen})
@@ -964,6 +990,8 @@ def run(mode: str, examples: int, steps: int, *, derandomize: bool, version: str
                 deadline=None,
                 derandomize=derandomize,
                 database=None,
+                phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+                report_multiple_bugs=False,
                 suppress_health_check=list(HealthCheck),
             ),
         )
@@ -984,13 +1012,18 @@ def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser.add_argument("--examples", type=int, default=40)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--random", action="store_true", help="new examples each time")
+    parser.add_argument("--no-shrink", action="store_true", help="show a failure as it was found")
     options = parser.parse_args(arguments)
     version = driver.prepare()
     return [
         run(
-            mode, options.examples, options.steps,
-            derandomize=not options.random, version=version,
-        )  # fmt: skip
+            mode,
+            options.examples,
+            options.steps,
+            derandomize=not options.random,
+            shrink=not options.no_shrink,
+            version=version,
+        )
         for mode in options.modes
     ]
 
