@@ -126,7 +126,8 @@ def alloc_extend(
         page_pool.settle_overdue(link, most)
         suspect = _before_continuing(link, last_loc, prefix_lens)
         full = _allocate(link, lambda: original(allocator, *args))
-        _after_continuing(link, last_loc, prefix_lens)
+        # The batch keeps its lengths, and overwrites them as it goes on.
+        _after_continuing(link, last_loc, prefix_lens.clone())
         _map_fresh(link, full, suspect=suspect)
         return full
 
@@ -204,8 +205,7 @@ def _after_continuing(link: AllocatorLink, last: torch.Tensor, lengths: torch.Te
     """Note what was continued, with the entries as the release itself just read them."""
     guard, window = link.guard, link.captured_last
     if guard.lazy and window is not None:
-        # The caller goes on to use, and may overwrite, what it passed.
-        guard.backlog.note(Continued(guard.current, last.clone(), window, lengths.clone()))
+        guard.backlog.note_allocation(Continued(guard.current, last, window, lengths))
 
 
 def _map_fresh(link: AllocatorLink, full: Any, *, suspect: bool = False) -> int:
@@ -217,7 +217,7 @@ def _map_fresh(link: AllocatorLink, full: Any, *, suspect: bool = False) -> int:
     count = int(window.numel())
     rows = full if count == full.numel() else full[full.numel() - count :]
     if guard.lazy and not guard.mapping_suspect:
-        guard.backlog.note(Mapped(guard.current, rows.clone(), window))
+        guard.backlog.note_allocation(Mapped(guard.current, rows.clone(), window))
         return count
     rows, slots = rows.to(torch.int64), window.to(torch.int64)
     if suspect:
@@ -370,7 +370,7 @@ def _note_free(
             entries = guard.map.mapping.index_select(0, heads.clamp(0, last_row))
         elif full:
             peers = guard.map.mapping.index_select(0, slots.clamp(0, last_row))
-        guard.backlog.note(
+        guard.backlog.note_free(
             Freed(
                 guard.current,
                 # The caller may reuse the memory of its row before this is looked at.

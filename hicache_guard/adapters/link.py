@@ -73,6 +73,7 @@ class AllocatorLink:
         guard = self.guard
         for pool in self.pools:
             if pool.state["free_pages"] is not pool.expected:
+                guard.backlog.settle()
                 guard.resync(pool.ledger, free_list(pool.pool()))
         mapping: torch.Tensor = self.state["full_to_swa_index_mapping"]
         if not guard.map.unseen_writes(mapping):

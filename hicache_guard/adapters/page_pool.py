@@ -67,10 +67,11 @@ free_pages = FreePages()
 
 def count_free(state: dict[str, Any]) -> int:
     """Pages in the free list of a sub-allocator with these attributes, by the host's own count."""
-    waiting = state.get("num_staged_pages")
+    waiting: int | None = state.get("num_staged_pages")
     if waiting is None:
         waiting = state["release_pages"].shape[0]
-    return int(state["free_pages"].shape[0]) + int(waiting)
+    count: int = state["free_pages"].shape[0] + waiting
+    return count
 
 
 def _allocate(link: PoolLink, name: str, most_pages: int, call: Callable[[], Any]) -> Any:
@@ -80,8 +81,14 @@ def _allocate(link: PoolLink, name: str, most_pages: int, call: Callable[[], Any
         return _take(link, call)
 
 
-#: Where a sub-allocator keeps its free pages. SGLang replaces these and never writes into them.
-_LISTS = ("free_pages", "release_pages", "staged_pages", "num_staged_pages")
+def _lists_of(state: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """Where a sub-allocator keeps its free pages. SGLang replaces these, never writes into them."""
+    return (
+        state["free_pages"],
+        state.get("release_pages"),
+        state.get("staged_pages"),
+        state.get("num_staged_pages"),
+    )
 
 
 class Taking:
@@ -93,40 +100,45 @@ class Taking:
     __slots__ = ("_before", "_lists", "_owner")
 
     def __init__(self, owner: AllocatorLink) -> None:
+        full, window = owner.pools
         self._owner = owner
-        self._before = [count_free(link.state) for link in owner.pools]
-        self._lists = [
-            {name: link.state[name] for name in _LISTS if name in link.state}
-            for link in owner.pools
-        ]
+        self._lists = (_lists_of(full.state), _lists_of(window.state))
+        self._before = (count_free(full.state), count_free(window.state))
         owner.taking = True
 
     def done(self, *, failed: bool) -> None:
         """Note the pages that left the free lists; none may have if the allocation failed."""
         owner = self._owner
         owner.taking = False
-        guard = owner.guard
+        full, window = owner.pools
         kept = [
-            before - count_free(link.state)
-            for link, before in zip(owner.pools, self._before, strict=True)
+            self._before[0] - count_free(full.state),
+            self._before[1] - count_free(window.state),
         ]
         if failed and any(kept):
-            guard.check_nothing_kept(kept)
-            if guard.mode is Mode.ENFORCE:
-                for link, lists in zip(owner.pools, self._lists, strict=True):
-                    link.state.update(lists)
-                return
-        for link, taken in zip(owner.pools, kept, strict=True):
+            self._undo(kept)
+            return
+        guard = owner.guard
+        for link, taken in ((full, kept[0]), (window, kept[1])):
             if taken > 0:
-                _note_taken(
-                    link, HandedOut(guard.current, link.ledger, link.state["free_pages"], taken)
-                )
+                pages = HandedOut(guard.current, link.ledger, link.state["free_pages"], taken)
+                _note_taken(link, pages)
+
+    def _undo(self, kept: list[int]) -> None:
+        owner = self._owner
+        owner.guard.check_nothing_kept(kept)
+        if owner.guard.mode is not Mode.ENFORCE:
+            return
+        names = ("free_pages", "release_pages", "staged_pages", "num_staged_pages")
+        for link, lists in zip(owner.pools, self._lists, strict=True):
+            saved = dict(zip(names, lists, strict=True))
+            link.state.update({name: saved[name] for name in names if name in link.state})
 
 
 def _note_taken(link: PoolLink, note: HandedOut) -> None:
     guard = link.guard
     if guard.lazy and not guard.mapping_suspect:
-        guard.backlog.note(note)
+        guard.backlog.note_allocation(note)
     else:
         guard.hand_out(link.ledger, note.pages())
 
@@ -155,6 +167,9 @@ def settle_overdue(owner: Any, most_pages: int) -> None:
         guard.backlog.settle()
     if guard.mapping_suspect and not guard.backlog.empty:
         guard.backlog.settle()  # from here on allocations are recorded at once
+    if not guard.has_overdue:
+        return
+    guard.has_overdue = False
     guard.overdue_aliases()
     rows = guard.overdue_peers()
     if rows is not None and rows.numel():
@@ -247,7 +262,9 @@ def _note_queued(link: PoolLink, free_index: torch.Tensor, *, segment: bool) -> 
         guard.note_full_only(slots)
         if lazy:
             heads = slots[:: guard.page_size]
-            guard.backlog.note(Freed(guard.current, heads, slots[-1:], slots.shape[0], full=True))
+            guard.backlog.note_free(
+                Freed(guard.current, heads, slots[-1:], slots.shape[0], full=True)
+            )
             return
         vetted = guard.vet_slots(slots, segment=segment)
         guard.backlog.vouch(guard.full, guard.full.pages_of(torch.where(vetted.bad, 0, slots)))
@@ -278,7 +295,7 @@ def _release(
     guard = owner.guard
     if guard.lazy and distinct and not owner.eager:
         direct = not owner.vetting
-        guard.backlog.note(Held(guard.current, ledger, items, are_pages, direct, invoke))
+        guard.backlog.hold(Held(guard.current, ledger, items, are_pages, direct, invoke))
         if guard.mode is not Mode.ENFORCE:
             invoke(items)
         return

@@ -136,45 +136,53 @@ class Backlog:
         self._vouched: list[tuple[PageLedger, torch.Tensor]] = []
         self._batch: Batch | None = None
         self._settling = False
-
-    @property
-    def has_frees(self) -> bool:
-        return bool(self._frees or self._held or self._batch is not None)
+        self._held_slots = {guard.full.name: 0, guard.window.name: 0}
+        #: Whether a free waits to be checked.
+        self.has_frees = False
 
     @property
     def empty(self) -> bool:
-        return not (self._handed_out or self._mapped or self._continued or self.has_frees)
+        return not (self.has_frees or self._handed_out or self._mapped or self._continued)
 
     def held_slots(self, ledger: PageLedger) -> int:
         """Slots that are on their way into the free list of ``ledger``'s pool."""
-        if self._guard.mode is not Mode.ENFORCE or self._settling:
-            return 0
-        notes = self._held + (self._batch.held if self._batch is not None else [])
-        return sum(
-            note.items.numel() * (ledger.page_size if note.pages else 1)
-            for note in notes
-            if note.ledger is ledger
-        )
+        return 0 if self._settling else self._held_slots[ledger.name]
 
-    def note(self, entry: HandedOut | Mapped | Continued | Freed | Held) -> None:
-        """Add one note; settles the backlog where it has grown long."""
-        if isinstance(entry, Freed):
-            self._frees.append(entry)
-        elif isinstance(entry, Held):
-            self._held.append(entry)
-        elif isinstance(entry, HandedOut):
-            self._handed_out.append(entry)
-        elif isinstance(entry, Mapped):
+    def note_allocation(self, entry: HandedOut | Mapped | Continued) -> None:
+        """Add what an allocation did; settles the backlog where it has grown long."""
+        if type(entry) is Mapped:
             self._mapped.append(entry)
+            if len(self._mapped) > MAX_NOTES:
+                self.settle(wait=False)
+        elif type(entry) is HandedOut:
+            self._handed_out.append(entry)
         else:
-            self._continued.append(entry)
-        if len(self._frees) + len(self._mapped) > MAX_NOTES:
+            self._continued.append(entry)  # type: ignore[arg-type]
+
+    def note_free(self, entry: Freed) -> None:
+        """Add a free that is to be checked; settles the backlog where it has grown long."""
+        self.has_frees = True
+        self._frees.append(entry)
+        if len(self._frees) > MAX_NOTES:
             self.settle(wait=False)
+
+    def hold(self, entry: Held) -> None:
+        """Add what a free list is about to receive (enforce), or has just received (observe)."""
+        self.has_frees = True
+        self._held.append(entry)
+        if self._guard.mode is Mode.ENFORCE:
+            slots = entry.items.shape[0] * (entry.ledger.page_size if entry.pages else 1)
+            self._held_slots[entry.ledger.name] += slots
 
     def clear(self) -> None:
         """Forget everything: the pools were emptied."""
         self._handed_out, self._mapped, self._continued = [], [], []
         self._frees, self._held, self._vouched, self._batch = [], [], [], None
+        self._forget_frees()
+
+    def _forget_frees(self) -> None:
+        self.has_frees = False
+        self._held_slots = dict.fromkeys(self._held_slots, 0)
 
     def vouch(self, ledger: PageLedger, pages: torch.Tensor) -> None:
         """``pages`` (int64) were checked already and are queued for release with what is noted."""
@@ -212,6 +220,8 @@ class Backlog:
             self._guard.tally.waits += 1
             batch.wrong.wait()
         self._batch = None
+        if not (self._frees or self._held):
+            self._forget_frees()
         if batch.wrong.values()[0] == 0:
             self._accept(batch)
         else:

@@ -76,6 +76,8 @@ class PoolGuard:
         self._reported: set[tuple[int, Fault]] = set()
         self._under_way: deque[tuple[Verdict, PageLedger, Operation]] = deque()
         self._full_only: list[torch.Tensor] = []
+        #: Whether an earlier operation left something that the next allocation must find done.
+        self.has_overdue = False
         self._aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._backups: deque[tuple[object, UndoLog]] = deque()
         self.backlog = Backlog(self)
@@ -593,6 +595,7 @@ class PoolGuard:
     def note_full_only(self, slots: torch.Tensor) -> None:
         """The full pool alone was told to free ``slots``; their window peers are due soon."""
         self._full_only.append(slots)
+        self.has_overdue = True
 
     def overdue_peers(self) -> torch.Tensor | None:
         """Before an allocation: full slots freed alone whose window peers were left, or None.
@@ -648,6 +651,7 @@ class PoolGuard:
         self.judge(verdict, self.full)
         aliases = self.map.aliases(rows, window.clamp(0, self.map.owner.numel() - 1))
         self._aliases.append((aliases, window))
+        self.has_overdue = True
         self.undo.save(self.map.mapping, rows)
         written = torch.where(bad, 0, window) if self.mode is Mode.ENFORCE else window
         held = torch.where(bad, 0, window).clamp(0, self.map.owner.numel() - 1)
@@ -842,6 +846,7 @@ class PoolGuard:
         self._backups.clear()
         self._full_only.clear()
         self._aliases.clear()
+        self.has_overdue = False
         self.full.reset(full_slots // self.page_size, self.serial)
         self.window.reset(window_slots // self.page_size, self.serial)
         self.map.reset()
