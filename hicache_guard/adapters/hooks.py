@@ -12,7 +12,7 @@ from typing import Any
 
 from hicache_guard.adapters import state
 from hicache_guard.adapters.allocator import guard_of, guarded_allocators
-from hicache_guard.adapters.link import StandIn
+from hicache_guard.adapters.link import Factory, StandIn
 from hicache_guard.adapters.releases import RELEASES, Release, Seam
 from hicache_guard.core.errors import ConfigError, UnguardedError
 from hicache_guard.core.modes import Mode
@@ -168,10 +168,13 @@ def _wrap(cls: type, method: str, handlers: ModuleType) -> None:
         setattr(cls, method, handler)
         return
     original: Callable[..., Any] = vars(cls)[method]
+    if isinstance(handler, Factory):
+        hooked = functools.wraps(original)(handler.build(original))
+    else:
 
-    @functools.wraps(original)
-    def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return handler(original, self, *args, **kwargs)
+        @functools.wraps(original)
+        def hooked(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return handler(original, self, *args, **kwargs)
 
     setattr(hooked, _MARK, original)
     setattr(cls, method, hooked)

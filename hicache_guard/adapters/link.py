@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -29,6 +30,16 @@ def in_free_group(allocator: Any) -> bool:
 
 class StandIn:
     """Base of descriptors that take the place of an attribute of SGLang's objects."""
+
+
+class Factory:
+    """Marks a function that builds a hook from the original method: for methods called very often.
+
+    Other hooks are plain functions that receive the original as their first argument.
+    """
+
+    def __init__(self, build: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        self.build = build
 
 
 class AllocatorLink:

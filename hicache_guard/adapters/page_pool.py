@@ -15,6 +15,7 @@ import torch
 from hicache_guard.adapters.link import (
     ATTRIBUTE,
     AllocatorLink,
+    Factory,
     PoolLink,
     StandIn,
     free_list,
@@ -119,6 +120,8 @@ class Taking:
             self._undo(kept)
             return
         guard = owner.guard
+        if guard.page_size == 1 and guard.lazy and not guard.mapping_suspect:
+            return  # a page is a slot: what is mapped tells what was handed out
         for link, taken in ((full, kept[0]), (window, kept[1])):
             if taken > 0:
                 pages = HandedOut(guard.current, link.ledger, link.state["free_pages"], taken)
@@ -177,52 +180,42 @@ def settle_overdue(owner: Any, most_pages: int) -> None:
         guard.backlog.settle()
 
 
-def alloc(original: Method, pool: Any, need_size: int) -> Any:
-    link = _link_of(pool)
-    if link is None:
-        return original(pool, need_size)
-    if link.owner.taking:
-        result = original(pool, need_size)
-        if link.is_window:
-            link.owner.captured_window = result
-        return result
-    if link.guard.operation is not None:
-        return _take(link, lambda: original(pool, need_size))
-    pages = need_size // pool.page_size
-    return _allocate(link, "alloc", pages, lambda: original(pool, need_size))
+def _allocation(original: Method, most_pages: Callable[..., int]) -> Callable[..., Any]:
+    """The hook of one allocating method; ``most_pages`` bounds what its arguments can take."""
+    name = original.__name__
+
+    def hooked(pool: Any, *args: Any, **kwargs: Any) -> Any:
+        link = vars(pool).get(ATTRIBUTE)
+        if link is None or type(link) is not PoolLink:
+            return original(pool, *args, **kwargs)
+        owner = link.owner
+        if owner.taking:
+            result = original(pool, *args, **kwargs)
+            if link.is_window:
+                owner.captured_window = result
+            return result
+        if link.guard.operation is not None:
+            return _take(link, lambda: original(pool, *args, **kwargs))
+        most = most_pages(pool, *args, **kwargs)
+        return _allocate(link, name, most, lambda: original(pool, *args, **kwargs))
+
+    return hooked
 
 
-def alloc_extend(original: Method, pool: Any, *args: Any, **kwargs: Any) -> Any:
-    link = _link_of(pool)
-    if link is None:
-        return original(pool, *args, **kwargs)
-    if link.owner.taking:
-        result = original(pool, *args, **kwargs)
-        if link.is_window:
-            link.owner.captured_window = result
-        return result
-    if link.guard.operation is not None:
-        return _take(link, lambda: original(pool, *args, **kwargs))
-    tokens = kwargs["extend_num_tokens"] if "extend_num_tokens" in kwargs else args[5]
-    requests = len(kwargs["prefix_lens"] if "prefix_lens" in kwargs else args[0])
-    most = tokens // pool.page_size + requests + 1
-    return _allocate(link, "alloc_extend", most, lambda: original(pool, *args, **kwargs))
+def _most_extended(
+    pool: Any, prefix_lens: Any, *args: Any, extend_num_tokens: int | None = None, **kwargs: Any
+) -> int:
+    tokens: int = args[4] if extend_num_tokens is None else extend_num_tokens
+    return tokens // int(pool.page_size) + len(prefix_lens) + 1
 
 
-def alloc_decode(original: Method, pool: Any, seq_lens: Any, *args: Any, **kwargs: Any) -> Any:
-    link = _link_of(pool)
-    if link is None:
-        return original(pool, seq_lens, *args, **kwargs)
-    if link.owner.taking:
-        result = original(pool, seq_lens, *args, **kwargs)
-        if link.is_window:
-            link.owner.captured_window = result
-        return result
-    if link.guard.operation is not None:
-        return _take(link, lambda: original(pool, seq_lens, *args, **kwargs))
-    return _allocate(
-        link, "alloc_decode", len(seq_lens), lambda: original(pool, seq_lens, *args, **kwargs)
-    )
+alloc = Factory(
+    lambda original: _allocation(original, lambda pool, need_size: need_size // pool.page_size)
+)
+alloc_extend = Factory(lambda original: _allocation(original, _most_extended))
+alloc_decode = Factory(
+    lambda original: _allocation(original, lambda pool, seq_lens, *args, **kwargs: len(seq_lens))
+)
 
 
 def free(original: Method, pool: Any, free_index: torch.Tensor) -> None:
@@ -349,22 +342,33 @@ def _ride(
             state["release_pages"] = before[1]
 
 
-def available_size(original: Method, pool: Any) -> int:
+def _available_size(original: Method) -> Callable[[Any], int]:
     """Slots that an allocation could get, those on their way through the backlog included."""
-    link = _link_of(pool)
-    if link is None:
-        return int(original(pool))
+
+    def hooked(pool: Any) -> int:
+        link = vars(pool).get(ATTRIBUTE)
+        if link is None or type(link) is not PoolLink:
+            return int(original(pool))
+        if link.owner.taking or not link.guard.backlog.has_frees:
+            return int(original(pool))
+        return _count_with_held(link, lambda: int(original(pool)))
+
+    return hooked
+
+
+available_size = Factory(_available_size)
+
+
+def _count_with_held(link: PoolLink, count: Callable[[], int]) -> int:
     owner, backlog = link.owner, link.guard.backlog
-    if owner.taking or not backlog.has_frees:
-        return int(original(pool))
     before, owner.counting = owner.counting, True
     try:
-        size = int(original(pool)) + backlog.held_slots(link.ledger)
-        if size > pool.size and not backlog.empty:
+        size = count() + backlog.held_slots(link.ledger)
+        if size > link.state["size"] and not backlog.empty:
             # More than there is: something held is wrong, and SGLang asserts on this number.
             with owner.operation("a count of free pages", settle=False):
                 backlog.settle()
-            size = int(original(pool)) + backlog.held_slots(link.ledger)
+            size = count() + backlog.held_slots(link.ledger)
         return size
     finally:
         owner.counting = before

@@ -48,7 +48,10 @@ class HandedOut:
 
 @dataclass(slots=True)
 class Mapped:
-    """Entries ``full[i] -> window[i]`` (int64 or int32) that an allocation wrote."""
+    """Entries ``full[i] -> window[i]`` (int64 or int32) that an allocation wrote.
+
+    Of one-slot pages they are also the pages that it took.
+    """
 
     operation: Operation
     full: torch.Tensor
@@ -237,15 +240,23 @@ class Backlog:
             if not notes:
                 continue
             pages = [note.pages() for note in notes]
-            for note, taken in zip(notes, pages, strict=True):
-                guard.journal.touch(note.operation, "allocated", ledger.name, taken)
+            for note, gone in zip(notes, pages, strict=True):
+                guard.journal.touch(note.operation, "allocated", ledger.name, gone)
             serials = [note.operation.serial for note in notes]
             ledger.hand_out(_joined(pages), _spread(serials, pages))
         if self._mapped:
             full = [note.full for note in self._mapped]
             serials = [note.operation.serial for note in self._mapped]
-            window = _joined([note.window for note in self._mapped])
-            guard.map.record(_joined(full).long(), window.long(), _spread(serials, full))
+            window = [note.window for note in self._mapped]
+            rows, targets = _joined(full).long(), _joined(window).long()
+            spread = _spread(serials, full)
+            if guard.page_size == 1:
+                guard.full.hand_out(rows, spread)
+                guard.window.hand_out(targets, spread)
+                for fresh in self._mapped:
+                    for ledger, taken in ((guard.full, fresh.full), (guard.window, fresh.window)):
+                        guard.journal.touch(fresh.operation, "allocated", ledger.name, taken)
+            guard.map.record(rows, targets, spread)
         self._handed_out.clear()
         self._mapped.clear()
 
