@@ -6,11 +6,11 @@ says is also said by a sign in the cell, by a caret below it, and by a caption.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rich.console import Console
-from rich.padding import Padding
+from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.rule import Rule
 from rich.table import Table
@@ -21,7 +21,7 @@ NARROWEST, WIDEST = 80, 100
 _CELL = 5
 _LABEL = 14
 
-GOOD, BAD, DIM, HEAD = "green", "bold red", "dim", "bold"
+GOOD, BAD, ODD, DIM, HEAD = "green", "bold red", "yellow", "dim", "bold"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def strip(label: str, cells: Sequence[Cell], per_line: int = 12) -> Text:
     return drawn
 
 
-def framed(parts: Iterable[Text], captions: Iterable[tuple[str, str]]) -> Padding:
+def framed(parts: Iterable[Text], captions: Iterable[tuple[str, str]]) -> Text:
     """Strips, then captions (text, style), indented as one picture."""
     whole = Text()
     for part in parts:
@@ -69,11 +69,31 @@ def framed(parts: Iterable[Text], captions: Iterable[tuple[str, str]]) -> Paddin
     for caption, style in captions:
         whole.append(f"{caption}\n", style)
     whole.rstrip()
-    return Padding(whole, (0, 0, 1, 3))
+    return Text("\n").join(Text("     ") + line for line in whole.split("\n"))
 
 
-def chapter(title: str) -> Rule:
-    return Rule(Text(title, HEAD), align="left", characters="-", style=DIM)
+def hanging(out: Console, lead: str, text: Text) -> Text:
+    """``text`` wrapped to the console with every line two columns right of a short ``lead``."""
+    lines = list(text.wrap(out, out.width - 5))
+    for line in lines:
+        line.rstrip()
+    return Text("\n     ").join([Text(f"{lead:<3}  ") + lines[0], *lines[1:]])
+
+
+def report(out: Console, text: str) -> Text:
+    """A report of the guard, indented, without the folders that this machine keeps its trees in."""
+    for folder in sorted(sys.path, key=len, reverse=True):
+        if folder:
+            text = text.replace(f"{folder}/", "")
+    drawn = Text()
+    for line in text.splitlines():
+        drawn.append(hanging(out, "", Text(line, DIM))).append("\n")
+    return drawn
+
+
+def chapter(title: str) -> Group:
+    """A heading after an empty line."""
+    return Group("", Rule(Text(title, HEAD), align="left", characters="-", style=DIM))
 
 
 def verdicts(

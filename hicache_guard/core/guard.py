@@ -423,7 +423,7 @@ class PoolGuard:
         ``distinct`` for a release that does not remove duplicates itself. With ``padding_expected``
         page 0 is bad but not counted: the fault that brought it here was counted already.
         """
-        slots = items * ledger.page_size if pages else items
+        slots = (items * ledger.page_size if pages else items).to(torch.int64)
         return self._vet(
             ledger, slots, ledger.pages_of(slots), distinct=distinct, silent=padding_expected
         )

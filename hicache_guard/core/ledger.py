@@ -41,7 +41,11 @@ class PageLedger:
         )
 
     def pages_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Page ids (int64) of slot indices; below the pool is page 0, beyond it ``outside``."""
+        """Page ids (int64) of slot indices; below the pool is page 0, beyond it ``outside``.
+
+        SGLang keeps the rows of its request table in int32, so frees come in either type.
+        """
+        slots = slots.to(torch.int64)
         if self.page_size == 1:
             return slots.clamp(0, self.outside)
         return slots.div(self.page_size, rounding_mode="floor").clamp_(0, self.outside)

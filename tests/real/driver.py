@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hicache_guard.adapters.allocator import guard_of
+from hicache_guard.adapters.allocator import _known, guard_of
 from hicache_guard.adapters.hooks import install, running_version, uninstall
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.journal import acting_for
@@ -155,6 +155,7 @@ class Pair:
         sizes = (full_pages * page_size, window_pages * page_size, page_size)
         self.mode = mode
         self.reports: list[Violation] = []
+        _known.clear()  # what earlier pairs left unchecked is no concern of this one
         uninstall()
         wanted = mode == "observe" if twin is None else twin
         self.plain = pools.build(*sizes, need_sort=need_sort) if wanted else None
@@ -188,10 +189,19 @@ class Pair:
         return mine
 
 
-def give(slots: Iterable[int], use: Callable[[torch.Tensor], Any], *, reuse: bool = True) -> Any:
-    """Call ``use`` with a tensor of ``slots`` that must not be changed, then reuse its memory."""
+def give(
+    slots: Iterable[int],
+    use: Callable[[torch.Tensor], Any],
+    *,
+    reuse: bool = True,
+    dtype: torch.dtype = torch.int64,
+) -> Any:
+    """Call ``use`` with a tensor of ``slots`` that must not be changed, then reuse its memory.
+
+    A scheduler passes views of the row of a request, int32, which the next request overwrites.
+    """
     wanted = list(slots)
-    given = tensor(wanted)
+    given = tensor(wanted).to(dtype)
     result = use(given)
     assert given.tolist() == wanted, "a caller's tensor was changed"
     if reuse:
