@@ -1,9 +1,9 @@
 """Window-attention kernels, installed as ``hicache_guard.kernels``. Step 4 fills it.
 
-The name ``kernels`` alone belongs to a package on PyPI that transformers and SGLang look for.
-From the repository root Python finds this folder first under that name, so it steps aside: the package
-from PyPI takes its place where it is installed; where it is not, an empty module of version 0 stays,
-which transformers reads as "not available" (a folder without a version makes it fail).
+The name ``kernels`` alone belongs to a package on PyPI that transformers and SGLang look for. From
+the repository root Python finds this folder first under that name, so it steps aside: the package
+from PyPI takes its place where it is installed; where it is not, an empty module of version 0
+stays, which transformers reads as "not available" (a folder without a version makes it fail).
 """
 
 from __future__ import annotations

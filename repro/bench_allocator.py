@@ -22,12 +22,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from hicache_guard.repro import pools
 
 from hicache_guard.adapters.allocator import guard_of
 from hicache_guard.adapters.hooks import install, uninstall
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.syncs import SyncCounter
+from hicache_guard.repro import pools
 
 MODES = ("observe", "enforce", "strict")
 PROMPT, STEPS, WINDOW = 512, 128, 128

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from hicache_guard.repro.pools import Bench, Slots, build, decode, extend, slots
 
 

@@ -29,15 +29,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from hicache_guard.repro import picture, pools
-from hicache_guard.repro.audit import audit, fingerprint
-from hicache_guard.repro.matrix import MODES
-from hicache_guard.repro.repro_25805 import FAULTY, DecodeServer, Operation, Request
 from rich.console import Console
 from rich.text import Text
 
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.report import Violation
+from hicache_guard.repro import picture, pools
+from hicache_guard.repro.audit import audit, fingerprint
+from hicache_guard.repro.matrix import MODES
+from hicache_guard.repro.repro_25805 import FAULTY, DecodeServer, Operation, Request
 
 #: Slots or page ids: int64, or int32 where they come out of a request's row.
 Slots = npt.NDArray[np.integer[Any]]

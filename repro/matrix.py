@@ -15,14 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from hicache_guard.repro.catalogue import UNGUARDED
-from hicache_guard.repro.titles import TITLES
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
 from hicache_guard import checkouts
 from hicache_guard.core.errors import ConfigError
+from hicache_guard.repro.catalogue import UNGUARDED
+from hicache_guard.repro.titles import TITLES
 
 MODES = ("off", "observe", "enforce", "strict")
 

@@ -85,10 +85,7 @@ def report(out: Console, text: str) -> Text:
     for folder in sorted(sys.path, key=len, reverse=True):
         if folder:
             text = text.replace(f"{folder}/", "")
-    drawn = Text()
-    for line in text.splitlines():
-        drawn.append(hanging(out, "", Text(line, DIM))).append("\n")
-    return drawn
+    return Text("\n").join(hanging(out, "", Text(line, DIM)) for line in text.splitlines())
 
 
 def chapter(title: str) -> Group:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
-from hicache_guard.repro.audit import Books, audit, fingerprint
 
 from hicache_guard.core.journal import acting_for
+from hicache_guard.repro.audit import Books, audit, fingerprint
 
 Slots = torch.Tensor
 

@@ -26,15 +26,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hicache_guard.repro import picture, pools
-from hicache_guard.repro.audit import Books, audit, fingerprint, free_pages
-from hicache_guard.repro.matrix import MODES
 from rich.console import Console
 from rich.text import Text
 
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.journal import acting_for
 from hicache_guard.core.report import Violation
+from hicache_guard.repro import picture, pools
+from hicache_guard.repro.audit import Books, audit, fingerprint, free_pages
+from hicache_guard.repro.matrix import MODES
 
 #: Where each operation comes from, in 0.5.12 under sglang/srt.
 PREALLOCATE = "disaggregation/decode.py:_pre_alloc"
@@ -381,10 +381,9 @@ def tell(mode: str) -> Telling:
 
     def after(operation: Operation) -> None:
         who = operation.requests[0].name
-        if server.in_group:  # nothing has reached the free lists since the step before
-            faults = telling.steps[-1].faults
-        else:
-            faults = audit(allocator, server.books())
+        # What is only queued is neither held nor free: the audit waits until the group ends.
+        waits = server.in_group
+        faults = telling.steps[-1].faults if waits else audit(allocator, server.books())
         telling.steps.append(
             Step(
                 len(telling.steps) + 1,
@@ -576,7 +575,7 @@ def show_story(out: Console, telling: Telling, release: str) -> None:
         _show_crash(out, telling)
     else:
         text = f"Nothing was out of order: SGLang {release} clears what B would have inherited."
-        out.print(Text(f"     {text}\n", picture.GOOD))
+        out.print(Text(f"     {text}", picture.GOOD))
 
 
 def _show_crash(out: Console, telling: Telling) -> None:
@@ -596,7 +595,6 @@ def _show_crash(out: Console, telling: Telling) -> None:
             ),
         )
     )
-    out.print()
 
 
 def show_guarded(out: Console, telling: Telling, off: Telling) -> None:
@@ -623,7 +621,7 @@ def show_guarded(out: Console, telling: Telling, off: Telling) -> None:
     else:
         out.print(f"{total} operations, and nothing to raise.")
     if first is None:
-        out.print("Nothing is reported.\n")
+        out.print("Nothing is reported.")
         return
     count = len(telling.reports)
     rest = f", the first of {count}" if count > 1 else ""
@@ -705,7 +703,7 @@ def _show(
         f"pages, a window of {WINDOW} tokens, {DRAFTS} draft tokens a step. Each operation names "
         "its caller in 0.5.12 (file:function under sglang/srt).\n"
     )
-    out.print(Text(LEGEND + "\n", picture.DIM))
+    out.print(Text(LEGEND, picture.DIM))
     for telling in told:
         if telling.mode == "off":
             show_story(out, telling, release)
@@ -726,6 +724,7 @@ def _show(
             )
         )
     columns = ("mode", "first audit fault", "violations counted", "ended")
+    out.print()
     out.print(picture.verdicts(f"SGLang {release}", columns, rows))
     for mode, reasons in wrong.items():
         for reason in reasons:

@@ -28,10 +28,9 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)  # a forked child cannot use threads that its parent started
+    from hicache_guard.adapters.hooks import running_release
     from hicache_guard.repro.cases import CASES
     from hicache_guard.repro.pools import allocator_classes, quiet
-
-    from hicache_guard.adapters.hooks import running_release
 
     quiet()
     allocator_classes()
@@ -72,12 +71,11 @@ def _in_child(run: Callable[[], Any], mode: str) -> dict[str, Any]:
 
 
 def _run(run: Callable[[], Any], mode: str) -> dict[str, Any]:
-    from hicache_guard.repro import cases
-    from hicache_guard.repro.audit import fingerprint
-
     from hicache_guard.adapters.hooks import install
     from hicache_guard.core.errors import GuardViolation
     from hicache_guard.core.report import Violation
+    from hicache_guard.repro import cases
+    from hicache_guard.repro.audit import fingerprint
 
     reports: list[Violation] = []
     if mode != "off":
@@ -115,9 +113,8 @@ def _run(run: Callable[[], Any], mode: str) -> dict[str, Any]:
 
 def _note_state_before_each_operation() -> None:
     """A step such as an eviction makes several allocator calls; the promise is for each of them."""
-    from hicache_guard.repro.audit import fingerprint
-
     from hicache_guard.adapters import link
+    from hicache_guard.repro.audit import fingerprint
 
     class Noted(link.Snapshot):
         def __init__(self, owner: link.AllocatorLink) -> None:

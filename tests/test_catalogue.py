@@ -8,11 +8,11 @@ wrong. What each single check contributes is shown in test_mutations.
 from __future__ import annotations
 
 import pytest
+
+from hicache_guard import checkouts
 from hicache_guard.repro import matrix
 from hicache_guard.repro.catalogue import UNGUARDED
 from hicache_guard.repro.titles import TITLES
-
-from hicache_guard import checkouts
 
 
 @pytest.mark.sglang

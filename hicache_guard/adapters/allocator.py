@@ -205,7 +205,8 @@ def _after_continuing(link: AllocatorLink, last: torch.Tensor, lengths: torch.Te
     """Note what was continued, with the entries as the release itself just read them."""
     guard, window = link.guard, link.captured_last
     if guard.lazy and window is not None:
-        guard.backlog.note_allocation(Continued(guard.current, last, window, lengths))
+        # The caller may overwrite what it passed as soon as the call returns.
+        guard.backlog.note_allocation(Continued(guard.current, last.clone(), window, lengths))
 
 
 def _map_fresh(link: AllocatorLink, full: Any, *, suspect: bool = False) -> int:

@@ -12,6 +12,7 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
@@ -31,8 +32,8 @@ STORIES = {
 }
 
 _UNGUARDED = {
-    "S": "silent corruption",
-    "SA": "silent, then dies",
+    "S": "two owners",
+    "SA": "two owners, dies",
     "range": "out of bounds",
     "ok": "correct",
 }
@@ -82,30 +83,37 @@ def _churn(release: str, requests: int) -> dict[str, Any]:
 
 
 def _show(release: str, cells: list[matrix.Cell], churn: dict[str, Any]) -> None:
-    table = Table(title=f"Real SGLang {release}, unpatched, on a CPU")
-    table.add_column("what happens")
+    table = Table(
+        title=f"Real SGLang {release}, unpatched, on a CPU", box=SIMPLE_HEAD, padding=(0, 1)
+    )
+    table.add_column("", no_wrap=True)
+    table.add_column("what happens", min_width=20)
     table.add_column("guard off", style="red")
     for mode in matrix.MODES[1:]:
-        table.add_column(mode, style="green")
-    table.add_column("as expected")
+        table.add_column(mode, style="green", no_wrap=True)
     for case, story in STORIES.items():
         cell = next(cell for cell in cells if cell.case == case)
         outcome = cell.outcome("off")
         table.add_row(
+            _mark(not cell.wrong()),
             story,
             _UNGUARDED.get(outcome, outcome),
             f"{cell.results['observe'].get('count', 0)} reported",
             "contained" if cell.outcome("enforce") == "ok" else "[red]not contained",
             "raises" if cell.outcome("strict") == "raised" else "[red]no error",
-            "[green]yes" if not cell.wrong() else "[bold red]" + "; ".join(cell.wrong()),
         )
     table.add_section()
     table.add_row(*churn_row(churn))
     console = Console()
     console.print(table)
+    for cell in cells:
+        for problem in cell.wrong():
+            console.print(f"[bold red]✗[/] {STORIES[cell.case]}: {problem}")
+    for problem in churn["wrong"]:
+        console.print(f"[bold red]✗[/] churn: {problem}")
     console.print(
-        "observe: behaviour as unguarded, reported. enforce: contained, and the independent audit "
-        "clean after every step.\nstrict: an error before any state changes. "
+        "✓ as expected. observe: behaviour as unguarded, reported. enforce: contained, and the independent audit "
+        "clean after every step. strict: an error before any state changes.\n"
         "Read a case as a story: [bold]hicache-guard repro 25805[/] and "
         "[bold]hicache-guard repro 25889[/]"
     )
@@ -118,13 +126,17 @@ def churn_row(churn: dict[str, Any]) -> tuple[str, ...]:
     silent = f"2 owners after {off['owners']['finished']},\n" if off["owners"] else ""
     audit = "audit clean" if not enforce["fault"] else f"[red]audit: {enforce['fault']['what']}"
     return (
-        f"#25805 at work: {churn['requests']:,} requests of decode-side traffic",
+        _mark(not churn["wrong"]),
+        f"#25805: {churn['requests']:,} requests",
         silent + _ending(off),
         f"{sum(observe['violations'].values())} reported,\n{_ending(observe)}",
         f"{_ending(enforce)},\n{audit},\n{sum(enforce['violations'].values()):,} contained",
         _ending(strict),
-        "[green]yes" if not churn["wrong"] else "[bold red]" + "; ".join(churn["wrong"]),
     )
+
+
+def _mark(right: bool) -> str:
+    return "[green]✓" if right else "[bold red]✗"
 
 
 def _ending(outcome: dict[str, Any]) -> str:
@@ -132,5 +144,5 @@ def _ending(outcome: dict[str, Any]) -> str:
     return {
         "completed": f"all {count:,} done",
         "asserted": f"dies after {count:,}",
-        "raised": f"raises after {count:,}",
+        "raised": f"raises\nafter {count:,}",
     }.get(outcome["ended"], f"{outcome['ended']} after {count}")
