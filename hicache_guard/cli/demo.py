@@ -87,10 +87,10 @@ def _show(release: str, cells: list[matrix.Cell], churn: dict[str, Any]) -> None
         title=f"Real SGLang {release}, unpatched, on a CPU", box=SIMPLE_HEAD, padding=(0, 1)
     )
     table.add_column("", no_wrap=True)
-    table.add_column("what happens", min_width=20)
+    table.add_column("what happens")
     table.add_column("guard off", style="red")
     for mode in matrix.MODES[1:]:
-        table.add_column(mode, style="green", no_wrap=True)
+        table.add_column(mode, style="green")
     for case, story in STORIES.items():
         cell = next(cell for cell in cells if cell.case == case)
         outcome = cell.outcome("off")
@@ -112,10 +112,9 @@ def _show(release: str, cells: list[matrix.Cell], churn: dict[str, Any]) -> None
     for problem in churn["wrong"]:
         console.print(f"[bold red]✗[/] churn: {problem}")
     console.print(
-        "✓ as expected. observe: behaviour as unguarded, reported. enforce: contained, and the independent audit "
-        "clean after every step. strict: an error before any state changes.\n"
-        "Read a case as a story: [bold]hicache-guard repro 25805[/] and "
-        "[bold]hicache-guard repro 25889[/]"
+        "✓ as expected. observe: behaviour as unguarded, reported. enforce: contained, the "
+        "independent\naudit clean after every step. strict: an error before any state changes.\n"
+        "As stories: [bold]hicache-guard repro 25805[/], [bold]hicache-guard repro 25889[/]"
     )
 
 
