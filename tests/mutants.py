@@ -1,0 +1,344 @@
+"""Each check, removed: run on the release on the path, one forked child a mutant.
+
+A mutant takes one check away and runs the sequence that this check is for; it is *caught* if the
+sequence then ends otherwise than it must. Prints one JSON line a mutant: name, caught without the
+mutation (must be False), caught with it (must be True).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hicache_guard.adapters import link, page_pool
+from hicache_guard.adapters.allocator import guard_of
+from hicache_guard.adapters.hooks import install, running_version
+from hicache_guard.core.guard import PoolGuard
+from hicache_guard.core.ledger import FREED, PageLedger
+from hicache_guard.core.translation import Remembered
+from hicache_guard.core.undo import UndoLog
+from hicache_guard.core.windowmap import WindowMap
+from hicache_guard.repro import pools
+from hicache_guard.repro.audit import audit
+from hicache_guard.repro.cases import CASES
+from hicache_guard.repro.matrix import Cell
+from hicache_guard.repro.worker import _run
+
+Take = Callable[[], None]
+Wrong = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``remove`` takes the check away; ``wrong`` runs its sequence and says if it went wrong."""
+
+    name: str
+    releases: tuple[str, ...]
+    remove: Take
+    wrong: Wrong
+
+
+def case(key: str, mode: str) -> Wrong:
+    """A case of the catalogue, judged by the rule of the matrix."""
+
+    def wrong() -> bool:
+        cell = Cell(key, running_version(), {mode: _run(CASES[key], mode)})
+        return bool(cell.wrong())
+
+    return wrong
+
+
+def scene(play: Callable[[Any], bool], *, page_size: int = 4, mode: str = "enforce") -> Wrong:
+    """A sequence on a fresh pool; ``play`` says whether it went wrong."""
+
+    def wrong() -> bool:
+        install(mode)
+        return play(pools.build(64, 32, page_size))
+
+    return wrong
+
+
+def put(owner: Any, name: str, value: Any) -> Take:
+    return lambda: setattr(owner, name, value)
+
+
+def _counted(pool: Any) -> int:
+    return int(guard_of(pool).tally.total)
+
+
+def twice_in_one_call(pool: Any) -> bool:
+    row, other = pools.extend(pool, 4), pools.extend(pool, 4)
+    pool.free(torch.cat((row, row)))
+    return bool(audit(pool, {"other": other})) or not _counted(pool)
+
+
+def window_recycled_behind_an_entry(pool: Any) -> bool:
+    """The window side is freed by its own slots and given away; then the full slots are freed."""
+    row = pools.extend(pool, 8)
+    window = pool.full_to_swa_index_mapping[row].clone()
+    pool.swa_attn_allocator.free(window)
+    newcomer = pools.extend(pool, 8)
+    pool.free(row)
+    return bool(audit(pool, {"newcomer": newcomer})) or not _counted(pool)
+
+
+def alias_freed_by_its_old_owner(pool: Any) -> bool:
+    old, new = pools.extend(pool, 4), pools.extend(pool, 4)
+    before = pool.full_to_swa_index_mapping[new].clone()
+    pool.free_swa(new)
+    pool.set_full_to_swa_mapping(new, pool.full_to_swa_index_mapping[old].clone())
+    del before
+    pool.free(old)
+    return bool(audit(pool, {"new": new})) or not _counted(pool)
+
+
+def alias_left_until_the_next_allocation(pool: Any) -> bool:
+    old, new = pools.extend(pool, 4), pools.extend(pool, 4)
+    pool.free_swa(new)
+    pool.set_full_to_swa_mapping(new, pool.full_to_swa_index_mapping[old].clone())
+    other = pools.extend(pool, 4)
+    held = {"old": old, "new": new, "other": other}
+    return bool(audit(pool, held)) or not _counted(pool)
+
+
+def entry_older_than_its_full_page(pool: Any) -> bool:
+    """Observe: the full side is recycled under entries whose window side is still live."""
+    reports: list[str] = []
+    install("observe", on_report=lambda violation: reports.append(violation.operation))
+    pool = pools.build(64, 32, 4)
+    row = pools.extend(pool, 8)
+    pool.full_attn_allocator.free(row)
+    reused = pools.extend_tail(pool, 8, 0)
+    pool.free(reused)
+    _counted(pool)
+    return not any(" free " in operation for operation in reports)
+
+
+def dead_window_slot_mapped(pool: Any) -> bool:
+    row = pools.extend(pool, 4)
+    window = pool.full_to_swa_index_mapping[row].clone()
+    pool.free_swa(row)
+    pool.set_full_to_swa_mapping(row, window)
+    return bool(audit(pool, {"row": row})) or not _counted(pool)
+
+
+def bare_write_of_anothers_slot(pool: Any) -> bool:
+    mine, others = pools.extend(pool, 4), pools.extend(pool, 4)
+    pool.full_to_swa_index_mapping[mine] = pool.full_to_swa_index_mapping[others].clone()
+    pool.free(mine)
+    # What "mine" was mapped to before is lost with the write; the others must keep theirs.
+    harm = [fault for fault in audit(pool, {"others": others}) if "lost pages" not in fault]
+    return bool(harm) or not _counted(pool)
+
+
+def free_list_replaced(pool: Any) -> bool:
+    row = pools.extend(pool, 8)
+    side = pool.full_attn_allocator
+    pages = torch.unique(row // pool.page_size)
+    side.free_pages = torch.cat((side.free_pages, pages))  # a fork frees behind our back
+    pool.free(row)
+    listed = side.free_pages.tolist()
+    return len(listed) != len(set(listed))
+
+
+def read_after_part_of_a_window_page_went(pool: Any) -> bool:
+    row = pools.extend(pool, 7)
+    pool.free_swa(row[:5])
+    newcomer = pools.extend(pool, 8)
+    read = set(pool.translate_loc_from_full_to_swa(row[5:]).tolist()) - {0}
+    return bool(read & set(pool.full_to_swa_index_mapping[newcomer].tolist()))
+
+
+def _no_mask(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.zeros_like(args[-1], dtype=torch.bool)
+
+
+def _proved_without(*left_out: str) -> Callable[..., torch.Tensor]:
+    """``WindowMap.proved`` with some of its terms taken away."""
+
+    def proved(self: WindowMap, full: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+        stamp = self.stamp.index_select(0, full)
+        terms = {
+            "window": stamp >= self._window.generations(self._window.pages_of(window)),
+            "owner": self.owner.index_select(0, window.clamp(0, self.owner.numel() - 1)) == full,
+        }
+        born = self._full.generations(self._full.pages_of(full))
+        terms["full"] = (stamp >= born) | (born >= FREED)
+        kept = torch.ones_like(window, dtype=torch.bool)
+        for name, term in terms.items():
+            if name not in left_out:
+                kept &= term
+        return (window == 0) | kept
+
+    return proved
+
+
+def _nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+    return None
+
+
+def _entries_may_be_empty() -> None:
+    judged = PoolGuard._judge_entries
+
+    def judge(self: Any, rows: Any, window: Any, must_be_mapped: bool) -> Any:
+        return judged(self, rows, window, False)
+
+    PoolGuard._judge_entries = judge  # type: ignore[method-assign]
+    noted = page_pool.Freed
+    from hicache_guard.adapters import allocator
+
+    def unmapped(*args: Any, **kwargs: Any) -> Any:
+        return noted(*args, **{**kwargs, "mapped": False})
+
+    allocator.Freed = unmapped  # type: ignore[assignment,misc]
+
+
+def _acknowledge_only(self: PoolGuard, mapping: torch.Tensor) -> None:
+    self.map.acknowledge()
+
+
+ALL = ("0.5.12", "0.5.18", "0.5.23")
+MUTANTS = (
+    Mutant(
+        "ledger.generations: every page counts as live",
+        ALL,
+        put(PageLedger, "generations", lambda self, pages: torch.zeros_like(pages).int()),
+        case("C8", "enforce"),
+    ),
+    Mutant(
+        "ledger.repeated: no page is named twice",
+        ALL,
+        put(PageLedger, "repeated", _no_mask),
+        scene(twice_in_one_call, page_size=1),
+    ),
+    Mutant(
+        "ledger.later_part: no page was freed in parts",
+        ALL,
+        put(PageLedger, "later_part", _no_mask),
+        case("C5", "enforce"),
+    ),
+    Mutant(
+        "map.proved: window generation and owner not compared",
+        ALL,
+        put(WindowMap, "proved", _proved_without("window", "owner")),
+        scene(window_recycled_behind_an_entry),
+    ),
+    Mutant(
+        "map.proved: owner not compared",
+        ALL,
+        put(WindowMap, "proved", _proved_without("owner")),
+        scene(alias_freed_by_its_old_owner),
+    ),
+    Mutant(
+        "map.proved: full generation not compared",
+        ("0.5.12",),
+        put(WindowMap, "proved", _proved_without("full")),
+        scene(entry_older_than_its_full_page),
+    ),
+    Mutant(
+        "guard.check_unmapped", ("0.5.12",), put(PoolGuard, "check_unmapped", _nothing),
+        case("C1", "enforce"),
+    ),
+    Mutant(
+        "guard: entries may be empty",
+        ("0.5.23",),
+        _entries_may_be_empty,
+        case("C6", "enforce"),
+    ),
+    Mutant(
+        "guard.overdue_peers", ("0.5.12", "0.5.18"), put(PoolGuard, "overdue_peers", _nothing),
+        case("C11", "enforce"),
+    ),
+    Mutant(
+        "guard.overdue_aliases", ALL, put(PoolGuard, "overdue_aliases", _nothing),
+        scene(alias_left_until_the_next_allocation),
+    ),
+    Mutant(
+        "guard.restored", ("0.5.12",), put(PoolGuard, "restored", _nothing), case("C12", "enforce")
+    ),
+    Mutant(
+        "guard.check_mapping_write", ALL,
+        put(PoolGuard, "check_mapping_write", lambda self, full, window: window),
+        scene(dead_window_slot_mapped),
+    ),
+    Mutant(
+        "guard.reconcile", ALL, put(PoolGuard, "reconcile", _acknowledge_only),
+        scene(bare_write_of_anothers_slot),
+    ),
+    Mutant(
+        "guard.resync", ALL, put(PoolGuard, "resync", _nothing), scene(free_list_replaced)
+    ),
+    Mutant(
+        "guard.forget_window", ("0.5.12",), put(PoolGuard, "forget_window", _nothing),
+        scene(read_after_part_of_a_window_page_went),
+    ),
+    Mutant(
+        "guard.check_repointed", ("0.5.18",), put(PoolGuard, "check_repointed", _nothing),
+        case("S2", "enforce"),
+    ),
+    Mutant(
+        "guard.recheck_continued", ALL, put(PoolGuard, "recheck_continued", _nothing),
+        case("S1", "enforce"),
+    ),
+    Mutant(
+        "page_pool.Taking: a half-failed allocation keeps its pages", ("0.5.23",),
+        put(page_pool.Taking, "_undo", _nothing), case("S3", "enforce"),
+    ),
+    Mutant(
+        "Remembered.holds: a memo is always good", ("0.5.12",),
+        put(Remembered, "holds", lambda self, *args: True), case("C3", "enforce"),
+    ),
+    Mutant(
+        "strict: free lists are not put back",
+        ("0.5.12",),
+        put(link.Snapshot, "put_back", _nothing),
+        case("C1", "strict"),
+    ),
+    Mutant(
+        "strict: entries are not put back", ("0.5.12",), put(UndoLog, "roll_back", _nothing),
+        case("C1", "strict"),
+    ),
+)  # fmt: skip
+
+
+def _in_child(remove: Take | None, wrong: Wrong) -> bool | str:
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        os.close(reader)
+        try:
+            if remove is not None:
+                remove()
+            answer: bool | str = wrong()
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"
+        with os.fdopen(writer, "w") as pipe:
+            json.dump(answer, pipe)
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        text = pipe.read()
+    os.wait()
+    answer = json.loads(text) if text else "died"
+    return answer if isinstance(answer, (bool, str)) else str(answer)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    pools.quiet()
+    pools.allocator_classes()
+    for mutant in MUTANTS:
+        if running_version() not in mutant.releases:
+            continue
+        whole = _in_child(None, mutant.wrong)
+        mutated = _in_child(mutant.remove, mutant.wrong)
+        print(json.dumps([mutant.name, whole, mutated]), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
