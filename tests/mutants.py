@@ -130,11 +130,13 @@ def dead_window_slot_mapped(pool: Any) -> bool:
 
 def bare_write_of_anothers_slot(pool: Any) -> bool:
     mine, others = pools.extend(pool, 4), pools.extend(pool, 4)
+    theirs = set(pool.full_to_swa_index_mapping[others].tolist())
     pool.full_to_swa_index_mapping[mine] = pool.full_to_swa_index_mapping[others].clone()
+    reads = [pool.translate_loc_from_full_to_swa(mine).tolist() for _ in range(2)]
     pool.free(mine)
     # What "mine" was mapped to before is lost with the write; the others must keep theirs.
     harm = [fault for fault in audit(pool, {"others": others}) if "lost pages" not in fault]
-    return bool(harm) or not _counted(pool)
+    return bool(harm) or not _counted(pool) or any(theirs & set(read) for read in reads)
 
 
 def free_list_replaced(pool: Any) -> bool:
