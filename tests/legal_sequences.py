@@ -1,7 +1,8 @@
 """Legal sequences that look wrong: run on the release on the path, in each mode, without an alarm.
 
 Each was taken from how a release's own code uses its allocator; docs/design.md lists them. Prints
-one line a sequence: mode, page size, name, what the audit found, what was counted.
+one line a sequence: name, page size, mode, what the audit found, what was counted, whether observe
+left the release's own state, and what the journal keeps alive that it does not name.
 """
 
 from __future__ import annotations
@@ -141,7 +142,17 @@ def main() -> None:
                 same = fingerprint(pool) == fingerprint(plain) if mode == "observe" else True
                 counted = {k.value: n for k, n in guard_of(pool).tally.violations.items()}
                 row = [sequence.__name__, page_size, mode, audit(pool, {}), counted, same]
+                row.append(_pinned(guard_of(pool)))
                 print(json.dumps(row), flush=True)
+
+
+def _pinned(guard: Any) -> int:
+    """Bytes of storage that the journal keeps alive beyond the page ids that it names."""
+    excess = 0
+    for operation in guard.journal._operations:
+        for _, _, pages in operation.touched:
+            excess += pages.untyped_storage().nbytes() - pages.numel() * pages.element_size()
+    return excess
 
 
 def _repeat(sequence: Callable[[Any], None], pool: Any) -> None:

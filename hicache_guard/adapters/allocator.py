@@ -8,8 +8,7 @@ its name.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,13 +30,6 @@ from hicache_guard.core.verdict import Vetted
 
 Method = Callable[..., Any]
 
-_known: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-def guarded_allocators() -> Iterator[Any]:
-    """Every live allocator that is guarded, with its guard reachable by ``guard_of``."""
-    yield from _known
-
 
 def guard_of(allocator: Any) -> PoolGuard:
     """The guard of a hybrid allocator. Raises UnguardedError where it has none."""
@@ -47,9 +39,8 @@ def guard_of(allocator: Any) -> PoolGuard:
             f"{type(allocator).__name__} is not guarded; call hicache_guard.install() before it is "
             "constructed, or set HICACHE_GUARD and load the plugin"
         )
+    link.drain()  # whoever asks wants to know what was found, all of it
     guard: PoolGuard = link.guard
-    if guard.operation is None:
-        guard.drain()  # whoever asks wants to know what was found, all of it
     return guard
 
 
@@ -81,7 +72,6 @@ def attach(allocator: Any) -> None:
         pool_link = PoolLink(link, pool, ledger)
         vars(pool)[ATTRIBUTE] = pool_link
         link.pools.append(pool_link)
-    _known.add(allocator)
 
 
 def refuse(allocator: Any, why: str) -> None:
@@ -218,7 +208,9 @@ def _map_fresh(link: AllocatorLink, full: Any, *, suspect: bool = False) -> int:
     count = int(window.numel())
     rows = full if count == full.numel() else full[full.numel() - count :]
     if guard.lazy and not guard.mapping_suspect:
-        guard.backlog.note_allocation(Mapped(guard.current, rows.clone(), window))
+        # Of one-slot pages both are cut from the free lists: a view would keep those alive.
+        slots = window.clone() if guard.page_size == 1 else window
+        guard.backlog.note_allocation(Mapped(guard.current, rows.clone(), slots))
         return count
     rows, slots = rows.to(torch.int64), window.to(torch.int64)
     if suspect:

@@ -11,8 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from hicache_guard.adapters import state
-from hicache_guard.adapters.allocator import guard_of, guarded_allocators
-from hicache_guard.adapters.link import Factory, StandIn
+from hicache_guard.adapters.link import Factory, StandIn, all_links
 from hicache_guard.adapters.releases import RELEASES, Release, Seam
 from hicache_guard.core.errors import ConfigError, UnguardedError
 from hicache_guard.core.modes import Mode
@@ -103,8 +102,8 @@ def uninstall() -> None:
 
     What their guards still had to check is checked first, and what was held back is released.
     """
-    for allocator in guarded_allocators():
-        guard_of(allocator)
+    for link in all_links():
+        link.drain()
     for release in RELEASES.values():
         for seam, cls in _loaded(release):
             for method in seam.methods:

@@ -69,6 +69,7 @@ class AllocatorLink:
         self.counting = False
         self.eager = False
         self.queued: list[tuple[torch.Tensor, torch.Tensor]] = []
+        _links.add(self)
         self.taking = False
 
     def operation(self, name: str, *, settle: bool = True) -> Running:
@@ -78,6 +79,13 @@ class AllocatorLink:
         they were. With ``settle``, what the backlog holds is settled first.
         """
         return Running(self, name, settle)
+
+    def drain(self) -> None:
+        """Settle all that is due and report all that is known; waits for the device."""
+        if self.guard.operation is None and self.allocator() is not None:
+            with self.operation("settling"):
+                pass
+            self.guard.drain()
 
     def notice_unseen(self) -> torch.Tensor | None:
         """The mapping, where it was written behind the seams; free lists are taken over at once."""
@@ -212,6 +220,14 @@ class Snapshot:
     def put_back(self) -> None:
         for holder, name, value in self._saved:
             setattr(holder, name, value)
+
+
+_links: weakref.WeakSet[AllocatorLink] = weakref.WeakSet()
+
+
+def all_links() -> list[AllocatorLink]:
+    """The links of every guarded allocator that is alive."""
+    return list(_links)
 
 
 def link_of(holder: Any) -> Any:

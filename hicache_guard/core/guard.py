@@ -9,7 +9,6 @@ Nothing here reads the device unless a violation has already been seen or the mo
 from __future__ import annotations
 
 import logging
-import sys
 from collections import deque
 from collections.abc import Callable
 from types import FrameType
@@ -89,8 +88,8 @@ class PoolGuard:
 
     def begin(self, name: str, caller: FrameType) -> Operation:
         """Open the record of an outermost operation. ``caller`` is the frame that asked for it."""
-        if self.serial >= FREED - 2:
-            self._rebase()
+        if self.serial >= FREED - 4:
+            self._rebase(caller)
         self.serial += 1
         self.tally.operations += 1
         operation = self.journal.open(self.serial, name, caller)
@@ -104,7 +103,12 @@ class PoolGuard:
         self.operation = None
         self.map.acknowledge()
 
-    def _rebase(self) -> None:
+    def _rebase(self, caller: FrameType) -> None:
+        # What is noted carries serials of before.
+        self.serial += 1
+        self.operation = self.journal.open(self.serial, "settling", caller)
+        self.backlog.settle()
+        self.operation = None
         shift = self.serial // 2
         self.map.rebase(shift)
         self.full.rebase(shift)
@@ -150,11 +154,7 @@ class PoolGuard:
                 self._report(verdict, ledger, operation)
 
     def drain(self) -> None:
-        """Wait for every check that is due or under way; for tests, audits and shutdown."""
-        if not self.backlog.empty:
-            self.begin("settling", sys._getframe(1))
-            self.backlog.settle()
-            self.end()
+        """Wait for every verdict under way and report it; for tests, audits and shutdown."""
         while self._under_way:
             verdict, _, _ = self._under_way[0]
             self.wait_for(verdict)
