@@ -374,6 +374,7 @@ def _note_free(
                 window=entries,
                 mapped=window and link.release.segment_frees,
                 peers=peers,
+                queued=in_free_group(link.allocator()),
             )
         )
         safe = free_index

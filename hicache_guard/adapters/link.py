@@ -144,6 +144,8 @@ class Running:
         if kind is not None and not ours:
             # The release itself gave up, perhaps over what is noted here: report it before it dies.
             self._link.guard.backlog.settle()
+        elif self._link.guard.backlog.long:
+            self._link.guard.backlog.settle(wait=False)
         self._finish(raised=ours)
 
     def _finish(self, *, raised: bool) -> None:

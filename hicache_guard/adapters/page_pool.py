@@ -153,7 +153,9 @@ def _take(link: PoolLink, call: Callable[[], Any]) -> Any:
     result = call()
     taken = before - count_free(state)
     if taken > 0:
-        _note_taken(link, HandedOut(guard.current, link.ledger, state["free_pages"], taken))
+        note = HandedOut(guard.current, link.ledger, state["free_pages"], taken)
+        # One-slot pages are handed to the caller as they lay in the list, to write over at will.
+        _note_taken(link, HandedOut(guard.current, link.ledger, note.pages(), 0))
     if link.is_window and result is not None:
         link.owner.captured_window = result
     return result
@@ -288,7 +290,8 @@ def _release(
     guard = owner.guard
     if guard.lazy and distinct and not owner.eager:
         direct = not owner.vetting
-        guard.backlog.hold(Held(guard.current, ledger, items, are_pages, direct, invoke))
+        kept = items if are_pages else items.clone()  # slots may be the caller's own tensor
+        guard.backlog.hold(Held(guard.current, ledger, kept, are_pages, direct, invoke))
         if guard.mode is not Mode.ENFORCE:
             invoke(items)
         return
@@ -349,8 +352,13 @@ def _available_size(original: Method) -> Callable[[Any], int]:
         link = vars(pool).get(ATTRIBUTE)
         if link is None or type(link) is not PoolLink:
             return int(original(pool))
-        if link.owner.taking or not link.guard.backlog.has_frees:
+        guard = link.guard
+        # In observe nothing is held back, and the count is the release's own, right or wrong.
+        if link.owner.taking or guard.mode is Mode.OBSERVE or not guard.backlog.has_frees:
             return int(original(pool))
+        if guard.operation is None and guard.device.type == "cpu":
+            with link.owner.operation("a count of free pages", settle=True):
+                return int(original(pool))
         return _count_with_held(link, lambda: int(original(pool)))
 
     return hooked
@@ -360,18 +368,14 @@ available_size = Factory(_available_size)
 
 
 def _count_with_held(link: PoolLink, count: Callable[[], int]) -> int:
-    owner, backlog = link.owner, link.guard.backlog
+    owner = link.owner
     before, owner.counting = owner.counting, True
     try:
-        size = count() + backlog.held_slots(link.ledger)
-        if size > link.state["size"] and not backlog.empty:
-            # More than there is: something held is wrong, and SGLang asserts on this number.
-            with owner.operation("a count of free pages", settle=False):
-                backlog.settle()
-            size = count() + backlog.held_slots(link.ledger)
-        return size
+        size = count() + link.guard.backlog.held_slots(link.ledger)
     finally:
         owner.counting = before
+    # More than there is can only be held by a free that is wrong; it is found when it is settled.
+    return min(size, int(link.state["size"]))
 
 
 def merge_and_sort_free(original: Method, pool: Any) -> None:
@@ -382,15 +386,19 @@ def merge_and_sort_free(original: Method, pool: Any) -> None:
 
 
 def clear(original: Method, pool: Any) -> None:
-    original(pool)
+    """A sub-allocator alone is emptied; the pair's own clear does this for both."""
     link = _link_of(pool)
     if link is None:
+        original(pool)
         return
-    link.expected = link.state["free_pages"]
-    guard = link.owner.guard
-    if guard.operation is None:
-        with link.owner.operation(f"{link.ledger.name}_pool.clear"):
-            guard.resync(link.ledger, free_list(pool))
+    guard = link.guard
+    if guard.operation is not None:
+        original(pool)
+        link.expected = link.state["free_pages"]
+        return
+    with link.owner.operation(f"{link.ledger.name}_pool.clear"):
+        original(pool)
+        guard.resync(link.ledger, free_list(pool))
 
 
 def restore_state(original: Method, pool: Any, state: Any) -> None:

@@ -33,7 +33,10 @@ MAX_NOTES = 512
 
 @dataclass(slots=True)
 class HandedOut:
-    """``count`` pages that just left a free list, of which ``rest`` is what remained."""
+    """``count`` pages that just left a free list, of which ``rest`` is what remained.
+
+    Or, with a count of 0, the pages themselves.
+    """
 
     operation: Operation
     ledger: PageLedger
@@ -42,6 +45,8 @@ class HandedOut:
 
     def pages(self) -> torch.Tensor:
         """The page ids (int64); they lie before the rest in the storage both were cut from."""
+        if self.count == 0:
+            return self.rest
         start = self.rest.storage_offset() - self.count
         return self.rest.as_strided((self.count,), (1,), start).clone()
 
@@ -79,6 +84,8 @@ class Freed:
     ``slots``. ``full`` says that the full side is freed, ``window`` holds the entries that lead to
     the window side (None where that is not freed), which must all lead somewhere if ``mapped``.
     ``peers`` are the entries of all slots where the full side is freed alone; they should be empty.
+    ``queued`` for a free in an open group: its pages reach the free list when the group ends,
+    perhaps after this note was settled.
     """
 
     operation: Operation
@@ -89,6 +96,7 @@ class Freed:
     window: torch.Tensor | None = None
     mapped: bool = False
     peers: torch.Tensor | None = None
+    queued: bool = False
 
 
 @dataclass(slots=True)
@@ -151,23 +159,27 @@ class Backlog:
         """Slots that are on their way into the free list of ``ledger``'s pool."""
         return 0 if self._settling else self._held_slots[ledger.name]
 
+    @property
+    def long(self) -> bool:
+        """Whether so much has gathered that it should be settled at the end of this operation.
+
+        Not before: a free and what it releases are noted one after the other.
+        """
+        return len(self._frees) > MAX_NOTES or len(self._mapped) > MAX_NOTES
+
     def note_allocation(self, entry: HandedOut | Mapped | Continued) -> None:
-        """Add what an allocation did; settles the backlog where it has grown long."""
+        """Add what an allocation did."""
         if type(entry) is Mapped:
             self._mapped.append(entry)
-            if len(self._mapped) > MAX_NOTES:
-                self.settle(wait=False)
         elif type(entry) is HandedOut:
             self._handed_out.append(entry)
         else:
             self._continued.append(entry)  # type: ignore[arg-type]
 
     def note_free(self, entry: Freed) -> None:
-        """Add a free that is to be checked; settles the backlog where it has grown long."""
+        """Add a free that is to be checked."""
         self.has_frees = True
         self._frees.append(entry)
-        if len(self._frees) > MAX_NOTES:
-            self.settle(wait=False)
 
     def hold(self, entry: Held) -> None:
         """Add what a free list is about to receive (enforce), or has just received (observe)."""
@@ -214,7 +226,10 @@ class Backlog:
                 return True
             taken = (self._continued, self._frees, self._held)
             self._continued, self._frees, self._held = [], [], []
-            vouched, self._vouched = self._vouched, []
+            vouched: list[tuple[PageLedger, torch.Tensor]] = []
+            if any(not held.direct for held in taken[2]):
+                # What was vouched for waits until what was queued with it comes.
+                vouched, self._vouched = self._vouched, []
             self._batch = Batch(*taken, vouched, HostCopy(self._suspicious(*taken)))
         batch = self._batch
         if not batch.wrong.arrived():
@@ -296,6 +311,10 @@ class Backlog:
         peers = [note.peers for note in noted if note.peers is not None]
         if peers:
             counts.append((_joined(peers) != 0).sum())
+        for ledger in (guard.full, guard.window):
+            queued = [n.page_ids() for n in held if n.ledger is ledger and not n.direct]
+            if queued:
+                counts.append(ledger.repeated(_joined(queued)).sum())
         for ledger, parts in ((guard.full, full_pages), (guard.window, window_pages)):
             if not parts:
                 continue
@@ -323,10 +342,25 @@ class Backlog:
             if guard.mode is Mode.ENFORCE:
                 for same in _runs(notes):
                     same[0].admit(_joined([note.items for note in same]))
+        for freed in batch.frees:
+            if freed.queued:
+                self._pass_on(freed)
         self._note_named(batch)
         for note in batch.held:
             if note.direct and note.ledger is guard.full:
                 guard.note_full_only(note.page_ids() * guard.page_size)
+
+    def _pass_on(self, freed: Freed) -> None:
+        """A queued free is in order: end its generations now, and vouch for it when it comes."""
+        guard = self._guard
+        pages = guard.full.pages_of(freed.heads)
+        if freed.full:
+            guard.full.release(pages, freed.operation.serial)
+            self.vouch(guard.full, pages)
+        if freed.window is not None:
+            pages = guard.window.pages_of(freed.window)
+            guard.window.release(pages, freed.operation.serial)
+            self.vouch(guard.window, pages)
 
     def _note_named(self, batch: Batch) -> None:
         """Remember how far into its pages each free reached: all of each but its last."""
@@ -357,13 +391,19 @@ class Backlog:
             full, window = guard.recheck_free(freed)
             rightly[guard.full.name] |= full
             rightly[guard.window.name] |= window
+        came = {name: set[int]() for name in rightly}
         self._note_named(batch)
         for held in batch.held:
             guard.operation = held.operation
             if held.direct:
                 self._judge_direct(held)
             else:
+                came[held.ledger.name].update(held.page_ids().tolist())
                 self._admit_right(held, rightly[held.ledger.name])
+        if any(freed.queued for freed in batch.frees):
+            for ledger in (guard.full, guard.window):
+                due = sorted(rightly[ledger.name] - came[ledger.name])
+                self.vouch(ledger, torch.tensor(due, dtype=torch.int64, device=guard.device))
         guard.operation = here
         guard.mapping_suspect = guard.mapping_suspect or guard.mode is Mode.OBSERVE
 

@@ -193,7 +193,11 @@ class PoolGuard:
             if seen == MAX_REPORTS_PER_KIND:
                 logger.warning("further %s are only counted", violation.fault.value)
         if self._on_report is not None:
-            self._on_report(violation)
+            try:
+                self._on_report(violation)
+            except Exception:
+                # Whoever listens must not be able to stop a free half-way.
+                logger.exception("on_report failed")
 
     def _violation(self, finding: Finding, ledger: PageLedger, operation: Operation) -> Violation:
         page = finding.slot // self.page_size
