@@ -306,7 +306,7 @@ def _free_window(
         return
     with link.operation(name):
         slots = free_index.to(torch.int64)
-        vetted = guard.vet_rows(slots)
+        vetted = guard.vet_rows(slots, must_be_mapped=_as_it_reads(link, segment))
         safe = _without_bad(link, free_index, vetted)
         if safe.numel():
             rows = torch.where(vetted.bad, 0, slots)
@@ -410,6 +410,11 @@ def _run_vetted(
         link.vetting = False
 
 
+def _as_it_reads(link: AllocatorLink, segment: bool) -> bool:
+    """Whether a window free releases whatever an entry holds, even "nothing"."""
+    return segment or (link.release.segment_frees and link.guard.page_size == 1)
+
+
 def _follow_entries(link: AllocatorLink, slots: torch.Tensor, *, segment: bool) -> None:
     """Check the mapping entries through which this free reaches the window pool."""
     guard, release = link.guard, link.release
@@ -419,7 +424,7 @@ def _follow_entries(link: AllocatorLink, slots: torch.Tensor, *, segment: bool) 
         rows = guard.rows_of_slots(slots)
     else:
         rows = slots
-    as_it_reads = segment or (release.segment_frees and guard.page_size == 1)
+    as_it_reads = _as_it_reads(link, segment)
     guard.check_entries(rows, must_be_mapped=as_it_reads)
     guard.keep_rows(slots)
     link.padding_expected = link.padding_expected or as_it_reads

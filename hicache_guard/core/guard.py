@@ -461,16 +461,21 @@ class PoolGuard:
         self.judge(verdict, ledger)
         return Vetted(bad, verdict.count_copy)
 
-    def vet_rows(self, slots: torch.Tensor) -> Vetted:
-        """Check that full slots (int64) which a window free names are rows of the mapping."""
+    def vet_rows(self, slots: torch.Tensor, *, must_be_mapped: bool) -> Vetted:
+        """Check that full slots (int64) which a window free names are rows of the mapping.
+
+        ``must_be_mapped`` as for ``check_entries``: the padding page then is no harmless row.
+        """
         beyond = slots > self.map.mapping.numel() - 2
-        bad = (slots < 0) | beyond
+        padding = (slots >= 0) & (slots < self.page_size) & must_be_mapped
+        bad = (slots < 0) | beyond | padding
         verdict = Verdict(
             bad,
             slots,
             [
                 Suspicion(Fault.NEGATIVE_INDEX, lambda: slots < 0),
                 Suspicion(Fault.OUT_OF_RANGE, lambda: beyond),
+                Suspicion(Fault.PADDING_PAGE, lambda: padding),
             ],
         )
         self.judge(verdict, self.full)
@@ -555,7 +560,7 @@ class PoolGuard:
         heads, ledger = note.heads, self.full
         freed_full: set[int] = set()
         freed_window: set[int] = set()
-        rows_bad = self.vet_rows(heads).bad if not note.full else None
+        rows_bad = self.vet_rows(heads, must_be_mapped=note.mapped).bad if not note.full else None
         if note.full:
             pages = ledger.pages_of(heads)
             vetted = self._vet(ledger, heads, pages, distinct=True)
