@@ -3,7 +3,7 @@
 One cycle is what a scheduler does to a batch of requests with 512 tokens of prompt and 128 of
 output: prefill (``alloc``), 128 decode steps (``decode``), a translation of each request's window
 (``translate``), the out-of-window free of all but the window (``free_swa``), the release of every
-request (``free``), and a look at the free list, which settles what was put off (``settle``).
+request (``free``), and whatever checks were put off until then (``settle``).
 Guarded and unguarded cycles alternate, so that both see the same machine; a cell is the median of
 its rounds. One thread: what is compared is work, not luck with cores.
 """
@@ -59,8 +59,8 @@ class Cycle:
         keep = (PROMPT + STEPS - WINDOW) // self.allocator.page_size * self.allocator.page_size
         clock("free_swa", lambda: self._free_window(held, keep))
         clock("free", lambda: self._free(held, keep))
-        # Checks that were put off are part of the price: whoever looks at the free list pays.
-        clock("settle", lambda: self.allocator.full_attn_allocator.free_pages)
+        # Checks that were put off are part of the price.
+        clock("settle", lambda: pools.settle(self.allocator))
 
     def _prefill(self) -> torch.Tensor:
         if self.allocator.page_size == 1:
@@ -97,8 +97,7 @@ class Cycle:
 def _times(page_size: int, batch: int, rounds: int) -> list[dict[str, Any]]:
     cycles: dict[str, Cycle] = {}
     for mode in ("off", *MODES):
-        if mode != "off":
-            install(mode)
+        _hooks(mode)
         cycles[mode] = Cycle(page_size, batch)
     taken: dict[tuple[str, str], list[float]] = defaultdict(list)
     for round_ in range(rounds + 2):
@@ -180,10 +179,8 @@ def _syncs() -> list[dict[str, Any]]:
     for page_size in (1, 64):
         counted: dict[str, dict[str, int]] = {}
         for mode in ("off", *MODES):
-            if mode != "off":
-                install(mode)
-            cycle = Cycle(page_size, 4)
             _hooks(mode)
+            cycle = Cycle(page_size, 4)
             counts: dict[str, int] = defaultdict(int)
 
             def clock(name: str, call: Callable[[], Any], counts: Any = counts) -> Any:

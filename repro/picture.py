@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich.console import Console, Group
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -82,9 +83,9 @@ def hanging(out: Console, lead: str, text: Text) -> Text:
 
 def report(out: Console, text: str) -> Text:
     """A report of the guard, indented, without the folders that this machine keeps its trees in."""
-    for folder in sorted(sys.path, key=len, reverse=True):
-        if folder:
-            text = text.replace(f"{folder}/", "")
+    ours = str(Path(__file__).resolve().parents[1])
+    for folder in sorted({*sys.path, ours} - {""}, key=len, reverse=True):
+        text = text.replace(f"{folder}/", "")
     return Text("\n").join(hanging(out, "", Text(line, DIM)) for line in text.splitlines())
 
 

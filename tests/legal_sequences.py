@@ -149,8 +149,8 @@ def main() -> None:
 def _pinned(guard: Any) -> int:
     """Bytes of storage that the journal keeps alive beyond the page ids that it names."""
     excess = 0
-    for operation in guard.journal._operations:
-        for _, _, pages in operation.touched:
+    for touch in guard.journal._touches:
+        for pages in (touch.pages,):
             excess += pages.untyped_storage().nbytes() - pages.numel() * pages.element_size()
     return excess
 

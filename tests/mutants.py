@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
-from hicache_guard.adapters import link, page_pool
+from hicache_guard.adapters import allocator, link, page_pool
 from hicache_guard.adapters.allocator import guard_of
 from hicache_guard.adapters.hooks import install, running_version
+from hicache_guard.core.backlog import Backlog, Taken
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.ledger import FREED, PageLedger
 from hicache_guard.core.translation import Remembered
@@ -144,7 +145,10 @@ def free_list_replaced(pool: Any) -> bool:
     side = pool.full_attn_allocator
     pages = torch.unique(row // pool.page_size)
     side.free_pages = torch.cat((side.free_pages, pages))  # a fork frees behind our back
-    pool.free(row)
+    try:
+        pool.free(row)
+    except AssertionError:
+        return True  # the release found more free pages than there are
     listed = side.free_pages.tolist()
     return len(listed) != len(set(listed))
 
@@ -155,6 +159,47 @@ def read_after_part_of_a_window_page_went(pool: Any) -> bool:
     newcomer = pools.extend(pool, 8)
     read = set(pool.translate_loc_from_full_to_swa(row[5:]).tolist()) - {0}
     return bool(read & set(pool.full_to_swa_index_mapping[newcomer].tolist()))
+
+
+def window_only_recycled(pool: Any) -> bool:
+    """A window slot is freed by itself and not given away; then its full slot is freed."""
+    row = pools.extend(pool, 4)
+    pool.swa_attn_allocator.free(pool.full_to_swa_index_mapping[row].clone())
+    len(pool.swa_attn_allocator.free_pages)
+    pool.free(row)
+    one, two = pools.extend(pool, 4), pools.extend(pool, 4)
+    return bool(audit(pool, {"one": one, "two": two})) or not _counted(pool)
+
+
+def freed_twice(pool: Any) -> bool:
+    """The full side is freed again once the first free was settled."""
+    row = pools.extend(pool, 4)
+    pool.free(row)
+    pools.settle(pool)
+    free_full = getattr(pool, "free_full", pool.free)
+    free_full(row)
+    one, two = pools.extend(pool, 4), pools.extend(pool, 4)
+    return bool(audit(pool, {"one": one, "two": two})) or not _counted(pool)
+
+
+def freed_twice_between_two_sides(pool: Any) -> bool:
+    """A window slot is freed by its full slot, and on the window pool, with no look between."""
+    row = pools.extend(pool, 4)
+    window = pool.full_to_swa_index_mapping[row].clone()
+    pool.free_swa(row)
+    pool.swa_attn_allocator.free(window)
+    one, two = pools.extend(pool, 4), pools.extend(pool, 4)
+    pool.free_full(row) if hasattr(pool, "free_full") else pool.full_attn_allocator.free(row)
+    return bool(audit(pool, {"one": one, "two": two})) or not _counted(pool)
+
+
+def caller_writes_into_what_it_was_given(pool: Any) -> bool:
+    row, other = pools.extend(pool, 4), pools.extend(pool, 4)
+    kept = row.clone()
+    row.fill_(int(other[0]))
+    pool.free(kept)
+    new = pools.extend(pool, 4)
+    return bool(audit(pool, {"other": other, "new": new})) or bool(_counted(pool))
 
 
 def _no_mask(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -192,13 +237,35 @@ def _entries_may_be_empty() -> None:
         return judged(self, rows, window, False)
 
     PoolGuard._judge_entries = judge  # type: ignore[method-assign]
-    noted = page_pool.Freed
-    from hicache_guard.adapters import allocator
+    noted = allocator.Freed
 
-    def unmapped(*args: Any, **kwargs: Any) -> Any:
-        return noted(*args, **{**kwargs, "mapped": False})
+    def unmapped(
+        operation: Any, heads: Any, slots: int, full: bool, window: Any, *rest: Any
+    ) -> Any:
+        return noted(operation, heads, slots, full, window, False, rest[-1])
 
     allocator.Freed = unmapped  # type: ignore[assignment,misc]
+
+
+def _never(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.bool)
+
+
+def _notes_are_not_copied() -> None:
+    def note(self: Any, full: Any, window: Any, *, each_continues: bool = False) -> None:
+        self._taken.append(Taken(self._guard.current, full, window, each_continues))
+
+    Backlog.note_taken = note  # type: ignore[method-assign]
+
+
+def _any_unproved_without(left_out: str) -> Callable[..., torch.Tensor]:
+    """``WindowMap.any_unproved`` by ``proved`` with one term taken away."""
+    proved = _proved_without(left_out)
+
+    def any_unproved(self: WindowMap, full: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+        return (~proved(self, full, window)).any()
+
+    return any_unproved
 
 
 def _acknowledge_only(self: PoolGuard, mapping: torch.Tensor) -> None:
@@ -218,6 +285,36 @@ MUTANTS = (
         ALL,
         put(PageLedger, "repeated", _no_mask),
         scene(twice_in_one_call, page_size=1),
+    ),
+    Mutant(
+        "ledger.any_repeated: of many pages none is named twice", ("0.5.23",),
+        put(PageLedger, "any_repeated", _never), scene(twice_in_one_call, page_size=1),
+    ),
+    Mutant(
+        "ledger.any_dead: of many pages none is dead", ("0.5.12", "0.5.23"),
+        put(PageLedger, "any_dead", _never), scene(freed_twice, page_size=1),
+    ),
+    Mutant(
+        "backlog: what was freed both ways is not compared", ("0.5.23",),
+        put(PageLedger, "any_repeated", _never), scene(freed_twice_between_two_sides, page_size=1),
+    ),
+    Mutant(
+        "map.any_unproved: window generation not compared", ("0.5.23",),
+        put(WindowMap, "any_unproved", _any_unproved_without("window")),
+        scene(window_only_recycled, page_size=1),
+    ),
+    Mutant(
+        "map.any_unproved: owner not compared", ("0.5.23",),
+        put(WindowMap, "any_unproved", _any_unproved_without("owner")),
+        scene(alias_freed_by_its_old_owner, page_size=1),
+    ),
+    Mutant(
+        "backlog: a decode step continues after anything", ALL,
+        put(Backlog, "_any_not_continued", _never), case("S1", "enforce"),
+    ),
+    Mutant(
+        "backlog: notes are not copied", ("0.5.12", "0.5.23"), _notes_are_not_copied,
+        scene(caller_writes_into_what_it_was_given, page_size=1),
     ),
     Mutant(
         "ledger.later_part: no page was freed in parts",
@@ -289,8 +386,8 @@ MUTANTS = (
         case("S1", "enforce"),
     ),
     Mutant(
-        "page_pool.Taking: a half-failed allocation keeps its pages", ("0.5.23",),
-        put(page_pool.Taking, "_undo", _nothing), case("S3", "enforce"),
+        "page_pool.Lists: a half-failed allocation keeps its pages", ("0.5.23",),
+        put(page_pool.Lists, "put_back", _nothing), case("S3", "enforce"),
     ),
     Mutant(
         "Remembered.holds: a memo is always good", ("0.5.12",),

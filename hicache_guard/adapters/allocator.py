@@ -17,12 +17,13 @@ from hicache_guard.adapters import page_pool
 from hicache_guard.adapters.link import (
     ATTRIBUTE,
     AllocatorLink,
+    Factory,
     PoolLink,
     in_free_group,
     link_of,
 )
 from hicache_guard.adapters.state import settings
-from hicache_guard.core.backlog import Continued, Freed, Mapped
+from hicache_guard.core.backlog import Continued, Freed
 from hicache_guard.core.errors import UnguardedError
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.modes import Mode
@@ -86,15 +87,18 @@ def refuse(allocator: Any, why: str) -> None:
 # -- allocation --------------------------------------------------------------------------------
 
 
-def alloc(original: Method, allocator: Any, need_size: int) -> Any:
-    link = link_of(allocator)
-    if link is None:
-        return original(allocator, need_size)
-    with link.operation("alloc", settle=False):
-        page_pool.settle_overdue(link, need_size)
-        full = _allocate(link, lambda: original(allocator, need_size))
-        _map_fresh(link, full)
-        return full
+def _alloc(original: Method) -> Method:
+    def hooked(allocator: Any, need_size: int) -> Any:
+        link = link_of(allocator)
+        if link is None:
+            return original(allocator, need_size)
+        pages = need_size // allocator.page_size
+        return _allocate(link, "alloc", pages, lambda: original(allocator, need_size))
+
+    return hooked
+
+
+alloc = Factory(_alloc)
 
 
 def alloc_extend(
@@ -111,15 +115,10 @@ def alloc_extend(
     link = link_of(allocator)
     if link is None:
         return original(allocator, *args)
-    with link.operation("alloc_extend", settle=False):
-        most = extend_num_tokens // allocator.page_size + len(prefix_lens) + 1
-        page_pool.settle_overdue(link, most)
-        suspect = _before_continuing(link, last_loc, prefix_lens)
-        full = _allocate(link, lambda: original(allocator, *args))
-        # The batch keeps its lengths, and overwrites them as it goes on.
-        _after_continuing(link, last_loc, prefix_lens.clone())
-        _map_fresh(link, full, suspect=suspect)
-        return full
+    most = extend_num_tokens // allocator.page_size + len(prefix_lens) + 1
+    # The batch keeps its lengths and last slots, and overwrites them as it goes on.
+    after = Last(last_loc.clone(), prefix_lens.clone())
+    return _allocate(link, "alloc_extend", most, lambda: original(allocator, *args), after)
 
 
 def alloc_extend_swa_tail(
@@ -139,182 +138,222 @@ def alloc_extend_swa_tail(
         return original(allocator, *args, swa_tail_len)
     with link.operation("alloc_extend_swa_tail", settle=False):
         page_pool.settle_overdue(link, extend_num_tokens // allocator.page_size + 2)
-        link.guard.keep_rows(last_loc.to(torch.int64))
-        full = original(allocator, *args, swa_tail_len)
+        guard = link.guard
+        guard.keep_rows(last_loc.to(torch.int64))
+        noted = guard.lazy and not guard.mapping_suspect
+        allocate = _allocate_noted if noted else _allocate_at_once
+        full = allocate(link, lambda: original(allocator, *args, swa_tail_len), None)
         if full is not None:
-            mapped = _map_fresh(link, full)
-            link.guard.check_unmapped(full[: full.numel() - mapped].to(torch.int64))
+            mapped = 0 if link.captured_window is None else link.captured_window.shape[0]
+            guard.check_unmapped(full[: full.shape[0] - mapped].to(torch.int64))
         return full
 
 
-def alloc_decode(
-    original: Method,
-    allocator: Any,
-    seq_lens: torch.Tensor,
-    seq_lens_cpu: torch.Tensor,
-    last_loc: torch.Tensor,
+def _alloc_decode(original: Method) -> Method:
+    def hooked(
+        allocator: Any, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
+    ) -> Any:
+        link = link_of(allocator)
+        if link is None:
+            return original(allocator, seq_lens, seq_lens_cpu, last_loc)
+        return _allocate(
+            link,
+            "alloc_decode",
+            len(seq_lens),
+            lambda: original(allocator, seq_lens, seq_lens_cpu, last_loc),
+            Last(last_loc, seq_lens, decode=True),
+        )
+
+    return hooked
+
+
+alloc_decode = Factory(_alloc_decode)
+
+
+class Last:
+    """What an allocation continues after: the last slot of each request, and its tokens so far.
+
+    ``lengths`` count the token to come as well in a ``decode`` step, where each returned slot tells
+    by itself what it continues after.
+    """
+
+    __slots__ = ("decode", "lengths", "slots")
+
+    def __init__(self, slots: torch.Tensor, lengths: torch.Tensor, *, decode: bool = False) -> None:
+        self.slots = slots
+        self.lengths = lengths
+        self.decode = decode
+
+    def before(self) -> torch.Tensor:
+        """Tokens of each request before the allocation."""
+        return self.lengths - 1 if self.decode else self.lengths
+
+
+def _allocate(
+    link: AllocatorLink,
+    name: str,
+    most_pages: int,
+    call: Callable[[], Any],
+    after: Last | None = None,
 ) -> Any:
-    link = link_of(allocator)
-    if link is None:
-        return original(allocator, seq_lens, seq_lens_cpu, last_loc)
-    with link.operation("alloc_decode", settle=False):
-        page_pool.settle_overdue(link, len(seq_lens))
-        before = seq_lens - 1
-        suspect = _before_continuing(link, last_loc, before)
-        full = _allocate(link, lambda: original(allocator, seq_lens, seq_lens_cpu, last_loc))
-        _after_continuing(link, last_loc, before)
-        _map_fresh(link, full, suspect=suspect)
-        return full
-
-
-def _allocate(link: AllocatorLink, call: Callable[[], Any]) -> Any:
-    """Run the release's allocation; strict mode looks at each side before the next is touched."""
-    if not link.guard.lazy:
-        before = [page_pool.count_free(pool.state) for pool in link.pools]
-        full = call()
-        if full is None:
-            after = [page_pool.count_free(pool.state) for pool in link.pools]
-            link.guard.check_nothing_kept([b - a for b, a in zip(before, after, strict=True)])
-        return full
-    taking = page_pool.Taking(link)
-    full = call()
-    taking.done(failed=full is None)
+    """Run a hybrid allocation of up to ``most_pages`` as one operation."""
+    if not link.collects:
+        with link.operation(name, settle=False):
+            page_pool.settle_overdue(link, most_pages)
+            return _allocate_at_once(link, call, after)
+    link.start(name)
+    try:
+        guard = link.guard
+        if guard.backlog.has_frees or guard.has_overdue:
+            page_pool.settle_overdue(link, most_pages)
+        if guard.mapping_suspect:
+            full = _allocate_at_once(link, call, after)
+        else:
+            full = _allocate_noted(link, call, after)
+    except BaseException as error:
+        link.give_up(error)
+        raise
+    link.stop()
     return full
 
 
-def _before_continuing(link: AllocatorLink, last: torch.Tensor, lengths: torch.Tensor) -> bool:
-    """Strict: check that the window side of what is continued is there; True if it may not be."""
+def _allocate_noted(link: AllocatorLink, call: Callable[[], Any], after: Last | None) -> Any:
+    """The two sides are seen from outside, once, when the release is done with both."""
+    lists = page_pool.Lists(link)
+    link.captured_window = link.captured_last = None
+    link.taking = True
+    full = call()
+    link.taking = False
+    guard, window = link.guard, link.captured_window
+    if full is None:
+        kept = lists.taken()
+        if any(kept):
+            guard.check_nothing_kept(kept)
+            if guard.mode is Mode.ENFORCE:
+                lists.put_back()
+    else:
+        decode = after is not None and after.decode
+        if after is not None and not decode and link.captured_last is not None:
+            guard.backlog.note_continued(
+                Continued(guard.current, after.slots, link.captured_last, after.lengths)
+            )
+        window = full[:0] if window is None else window
+        guard.backlog.note_taken(full, window, each_continues=decode)
+    return full
+
+
+def _allocate_at_once(link: AllocatorLink, call: Callable[[], Any], after: Last | None) -> Any:
+    """Each side is looked at before the next is touched, and what is mapped is checked."""
     guard = link.guard
-    if guard.lazy:
-        return False
-    continues = (lengths % guard.page_size != 0) & (last >= 0)
-    return guard.check_continued(last.to(torch.int64), continues) != 0
+    suspect = False
+    if after is not None:
+        continues = (after.before() % guard.page_size != 0) & (after.slots >= 0)
+        suspect = guard.check_continued(after.slots.to(torch.int64), continues) != 0
+    before = [pool.count_free() for pool in link.pools]
+    full = call()
+    if full is None:
+        gone = [b - pool.count_free() for b, pool in zip(before, link.pools, strict=True)]
+        guard.check_nothing_kept(gone)
+        return None
+    _map_fresh(link, full, suspect=suspect)
+    return full
 
 
-def _after_continuing(link: AllocatorLink, last: torch.Tensor, lengths: torch.Tensor) -> None:
-    """Note what was continued, with the entries as the release itself just read them."""
-    guard, window = link.guard, link.captured_last
-    if guard.lazy and window is not None:
-        # The caller may overwrite what it passed as soon as the call returns.
-        guard.backlog.note_allocation(Continued(guard.current, last.clone(), window, lengths))
-
-
-def _map_fresh(link: AllocatorLink, full: Any, *, suspect: bool = False) -> int:
+def _map_fresh(link: AllocatorLink, full: torch.Tensor, *, suspect: bool) -> None:
     """Record what an allocation mapped: the last full slots, one for each window slot it took."""
     window = link.captured_window
-    if full is None or window is None or window.numel() == 0:
-        return 0
-    guard = link.guard
-    count = int(window.numel())
-    rows = full if count == full.numel() else full[full.numel() - count :]
-    if guard.lazy and not guard.mapping_suspect:
-        # Of one-slot pages both are cut from the free lists: a view would keep those alive.
-        slots = window.clone() if guard.page_size == 1 else window
-        guard.backlog.note_allocation(Mapped(guard.current, rows.clone(), slots))
-        return count
-    rows, slots = rows.to(torch.int64), window.to(torch.int64)
+    if window is None or window.numel() == 0:
+        return
+    rows = full[full.shape[0] - window.shape[0] :].to(torch.int64)
+    slots = window.to(torch.int64)
     if suspect:
-        slots = guard.reject_dead_targets(slots)
-        guard.map.mapping.index_copy_(0, rows, slots)
-    guard.mapped(rows, slots)
-    return count
+        slots = link.guard.reject_dead_targets(slots)
+        link.guard.map.mapping.index_copy_(0, rows, slots)
+    link.guard.mapped(rows, slots)
 
 
 # -- frees -------------------------------------------------------------------------------------
 
 
-def free(original: Method, allocator: Any, free_index: torch.Tensor) -> None:
-    _free_both(original, allocator, "free", free_index, segment=False)
+def _free_both(original: Method, name: str, *, segment: bool) -> Method:
+    """The hook of a free of both sides."""
 
-
-def free_segment(
-    original: Method, allocator: Any, free_index: torch.Tensor, *, start_pos: int
-) -> None:
-    _free_both(original, allocator, "free_segment", free_index, segment=True, start_pos=start_pos)
-
-
-def _free_both(
-    original: Method,
-    allocator: Any,
-    name: str,
-    free_index: torch.Tensor,
-    *,
-    segment: bool,
-    **where: int,
-) -> None:
-    link = link_of(allocator)
-    if link is None or link.vetting or free_index.numel() == 0 or _queued(link, allocator, name):
-        original(allocator, free_index, **where)
-        return
-    guard = link.guard
-    if guard.lazy and (segment or guard.page_size == 1):
-        _note_free(original, link, name, free_index, full=True, window=True, where=where)
-        return
-    with link.operation(name):
-        slots = free_index.to(torch.int64)
-        vetted = guard.vet_slots(slots, segment=segment)
-        safe = _without_bad(link, free_index, vetted)
-        guard.note_named(slots, vetted.bad, segment=segment)
-        if safe.numel():
-            _follow_entries(link, torch.where(vetted.bad, 0, slots), segment=segment)
-            if in_free_group(allocator):
-                named = torch.where(vetted.bad, 0, slots)
-                guard.backlog.vouch(guard.full, guard.full.pages_of(named))
-            link.vetted = (safe, vetted) if safe is free_index else None
-            link.eager = True
-            _run_vetted(link, original, safe, where)
-
-
-def free_swa(original: Method, allocator: Any, free_index: torch.Tensor) -> None:
-    _free_window(original, allocator, "free_swa", free_index, segment=False)
-
-
-def free_swa_segment(
-    original: Method, allocator: Any, free_index: torch.Tensor, *, start_pos: int
-) -> None:
-    _free_window(
-        original, allocator, "free_swa_segment", free_index, segment=True, start_pos=start_pos
-    )
-
-
-def _free_window(
-    original: Method,
-    allocator: Any,
-    name: str,
-    free_index: torch.Tensor,
-    *,
-    segment: bool,
-    **where: int,
-) -> None:
-    link = link_of(allocator)
-    if link is None or link.vetting or free_index.numel() == 0:
-        original(allocator, free_index, **where)
-        return
-    guard = link.guard
-    if _queued(link, allocator, name):
-        rows = free_index.to(torch.int64, copy=True)
-        known = rows.clamp(0, guard.map.mapping.numel() - 2)
-        link.queued.append((rows, guard.map.mapping.index_select(0, known)))
-        original(allocator, free_index, **where)
-        return
-    if link.queued:
-        free_index = _as_queued(link, free_index)
-        if free_index.numel() == 0:
+    def hooked(allocator: Any, free_index: torch.Tensor, **where: int) -> None:
+        link = link_of(allocator)
+        if (
+            link is None
+            or link.vetting
+            or not free_index.shape[0]
+            or _queued(link, allocator, name)
+        ):
+            original(allocator, free_index, **where)
             return
-    if guard.lazy and (segment or guard.page_size == 1):
-        _note_free(original, link, name, free_index, full=False, window=True, where=where)
-        return
-    with link.operation(name):
-        slots = free_index.to(torch.int64)
-        vetted = guard.vet_rows(slots, must_be_mapped=_as_it_reads(link, segment))
-        safe = _without_bad(link, free_index, vetted)
-        if safe.numel():
-            rows = torch.where(vetted.bad, 0, slots)
-            _follow_entries(link, rows, segment=segment)
-            link.eager = True
-            _run_vetted(link, original, safe, where)
-            if guard.mode is Mode.ENFORCE and not link.release.frees_whole_pages:
-                guard.forget_window(guard.rows_of_slots(rows))
+        guard = link.guard
+        if guard.lazy and (segment or guard.page_size == 1):
+            _note_free(original, link, name, free_index, full=True, window=True, where=where)
+            return
+        with link.operation(name):
+            slots = free_index.to(torch.int64)
+            vetted = guard.vet_slots(slots, segment=segment)
+            safe = _without_bad(link, free_index, vetted)
+            guard.note_named(slots, vetted.bad, segment=segment)
+            if safe.numel():
+                _follow_entries(link, torch.where(vetted.bad, 0, slots), segment=segment)
+                if in_free_group(allocator):
+                    named = torch.where(vetted.bad, 0, slots)
+                    guard.backlog.vouch(guard.full, guard.full.pages_of(named))
+                link.vetted = (safe, vetted) if safe is free_index else None
+                link.eager = True
+                _run_vetted(link, original, safe, where)
+
+    return hooked
+
+
+free = Factory(lambda original: _free_both(original, "free", segment=False))
+free_segment = Factory(lambda original: _free_both(original, "free_segment", segment=True))
+
+
+def _free_window(original: Method, name: str, *, segment: bool) -> Method:
+    """The hook of a free of the window side alone."""
+
+    def hooked(allocator: Any, free_index: torch.Tensor, **where: int) -> None:
+        link = link_of(allocator)
+        if link is None or link.vetting or not free_index.shape[0]:
+            original(allocator, free_index, **where)
+            return
+        guard = link.guard
+        if _queued(link, allocator, name):
+            rows = free_index.to(torch.int64, copy=True)
+            known = rows.clamp(0, guard.map.mapping.numel() - 2)
+            link.queued.append((rows, guard.map.mapping.index_select(0, known)))
+            original(allocator, free_index, **where)
+            return
+        if link.queued:
+            free_index = _as_queued(link, free_index)
+            if not free_index.shape[0]:
+                return
+        if guard.lazy and (segment or guard.page_size == 1):
+            _note_free(original, link, name, free_index, full=False, window=True, where=where)
+            return
+        with link.operation(name):
+            slots = free_index.to(torch.int64)
+            vetted = guard.vet_rows(slots, must_be_mapped=_as_it_reads(link, segment))
+            safe = _without_bad(link, free_index, vetted)
+            if safe.numel():
+                rows = torch.where(vetted.bad, 0, slots)
+                _follow_entries(link, rows, segment=segment)
+                link.eager = True
+                _run_vetted(link, original, safe, where)
+                if guard.mode is Mode.ENFORCE and not link.release.frees_whole_pages:
+                    guard.forget_window(guard.rows_of_slots(rows))
+
+    return hooked
+
+
+free_swa = Factory(lambda original: _free_window(original, "free_swa", segment=False))
+free_swa_segment = Factory(
+    lambda original: _free_window(original, "free_swa_segment", segment=True)
+)
 
 
 def _as_queued(link: AllocatorLink, free_index: torch.Tensor) -> torch.Tensor:
@@ -352,42 +391,64 @@ def _note_free(
 
     What it releases is held back by the page pools until then (enforce).
     """
-    guard, size = link.guard, link.guard.page_size
-    with link.operation(name, settle=False):
-        slots = free_index if free_index.dtype == torch.int64 else free_index.to(torch.int64)
-        heads = slots[::size] if size > 1 else slots
-        count = slots.shape[0]
-        last_row = guard.map.mapping.numel() - 2
-        entries = peers = None
-        if window:
-            entries = guard.map.mapping.index_select(0, heads.clamp(0, last_row))
-        elif full:
-            peers = guard.map.mapping.index_select(0, slots.clamp(0, last_row))
-        guard.backlog.note_free(
-            Freed(
-                guard.current,
-                # The caller may reuse the memory of its row before this is looked at.
-                heads.clone(),
-                slots[-1:].clone() if count % size else heads[:0],
-                count,
-                full=full,
-                window=entries,
-                mapped=window and link.release.segment_frees,
-                peers=peers,
-                queued=in_free_group(link.allocator()),
-            )
-        )
+    guard = link.guard
+    if guard.operation is not None:
+        _note_and_free(original, link, free_index, full=full, window=window, where=where)
+        return
+    link.start(name)
+    try:
+        _note_and_free(original, link, free_index, full=full, window=window, where=where)
+    except BaseException as error:
+        link.give_up(error)
+        raise
+    link.stop()
+
+
+def _note_and_free(
+    original: Method,
+    link: AllocatorLink,
+    free_index: torch.Tensor,
+    *,
+    full: bool,
+    window: bool,
+    where: dict[str, int],
+) -> None:
+    guard = link.guard
+    size, mapping = guard.page_size, guard.map.mapping
+    allocator = link.allocator()
+    beyond = mapping.shape[0] - 1
+    # The caller may reuse the memory of its row before this is looked at.
+    heads = free_index[::size].clone() if size > 1 else free_index.clone()
+    if heads.dtype != torch.int64:
+        heads = heads.to(torch.int64)
+    if guard.mode is not Mode.ENFORCE:
         safe = free_index
-        if guard.mode is Mode.ENFORCE:
-            # The release follows an index before anybody has checked it: keep it inside.
-            if size == 1:
-                safe = free_index.clamp(0, last_row + 1)  # at worst the sentinel; it is put back
-            else:
-                safe = free_index.clamp(min=0)
-                safe.masked_fill_(safe > last_row, 0)
-        if guard.undo:
-            guard.keep_rows(slots)
-        _run_vetted(link, original, safe, where)
+        rows = heads.clamp(0, beyond - 1) if window else heads
+    elif size == 1:
+        # The release follows an index before anybody has checked it: keep it inside.
+        rows = safe = free_index.clamp(0, beyond)  # at worst the sentinel; it is put back
+    else:
+        safe = free_index.clamp(min=0)
+        safe.masked_fill_(safe >= beyond, 0)
+        rows = safe[::size]
+    guard.backlog.note_free(
+        Freed(
+            guard.current,
+            heads,
+            free_index.shape[0],
+            full,
+            mapping.index_select(0, rows) if window else None,
+            window and link.release.segment_frees,
+            in_free_group(allocator),
+        )
+    )
+    if guard.undo:
+        guard.keep_rows(free_index.to(torch.int64))
+    link.vetting = True
+    try:
+        original(allocator, safe, **where)
+    finally:
+        link.vetting = False
 
 
 def _without_bad(link: AllocatorLink, free_index: torch.Tensor, vetted: Vetted) -> torch.Tensor:
@@ -433,53 +494,44 @@ def _follow_entries(link: AllocatorLink, slots: torch.Tensor, *, segment: bool) 
         guard.backlog.vouch(guard.window, guard.window.pages_of(entries))
 
 
-def free_full(original: Method, allocator: Any, free_index: torch.Tensor) -> None:
-    _free_full_only(original, allocator, "free_full", free_index, segment=False)
+def _free_full_only(original: Method, name: str, *, segment: bool) -> Method:
+    """The hook of a free of the full side alone."""
+
+    def hooked(allocator: Any, free_index: torch.Tensor, **where: int) -> None:
+        link = link_of(allocator)
+        if link is None or link.vetting or not free_index.shape[0]:
+            original(allocator, free_index, **where)
+            return
+        guard = link.guard
+        if guard.lazy and (segment or guard.page_size == 1):
+            _note_free(original, link, name, free_index, full=True, window=False, where=where)
+            return
+        with link.operation(name):
+            slots = free_index.to(torch.int64)
+            vetted = guard.vet_slots(slots, segment=segment)
+            live, count = guard.check_peers_released(torch.where(vetted.bad, 0, slots))
+            safe = _without_bad(link, free_index, vetted)
+            if guard.mode is Mode.ENFORCE:
+                if count:
+                    allocator.free_swa(slots[live])
+                elif count is None:
+                    guard.note_full_only(slots)  # the next allocation releases what was left
+            guard.note_named(slots, vetted.bad, segment=segment)
+            if safe.numel():
+                if in_free_group(allocator):
+                    named = torch.where(vetted.bad, 0, slots)
+                    guard.backlog.vouch(guard.full, guard.full.pages_of(named))
+                link.vetted = (safe, vetted) if safe is free_index else None
+                link.eager = True
+                _run_vetted(link, original, safe, where)
+
+    return hooked
 
 
-def free_full_segment(
-    original: Method, allocator: Any, free_index: torch.Tensor, *, start_pos: int
-) -> None:
-    _free_full_only(
-        original, allocator, "free_full_segment", free_index, segment=True, start_pos=start_pos
-    )
-
-
-def _free_full_only(
-    original: Method,
-    allocator: Any,
-    name: str,
-    free_index: torch.Tensor,
-    *,
-    segment: bool,
-    **where: int,
-) -> None:
-    link = link_of(allocator)
-    if link is None or link.vetting or free_index.numel() == 0:
-        original(allocator, free_index, **where)
-        return
-    guard = link.guard
-    if guard.lazy and (segment or guard.page_size == 1):
-        _note_free(original, link, name, free_index, full=True, window=False, where=where)
-        return
-    with link.operation(name):
-        slots = free_index.to(torch.int64)
-        vetted = guard.vet_slots(slots, segment=segment)
-        live, count = guard.check_peers_released(torch.where(vetted.bad, 0, slots))
-        safe = _without_bad(link, free_index, vetted)
-        if guard.mode is Mode.ENFORCE:
-            if count:
-                allocator.free_swa(slots[live])
-            elif count is None:
-                guard.note_full_only(slots)  # the next allocation releases what was left behind
-        guard.note_named(slots, vetted.bad, segment=segment)
-        if safe.numel():
-            if in_free_group(allocator):
-                named = torch.where(vetted.bad, 0, slots)
-                guard.backlog.vouch(guard.full, guard.full.pages_of(named))
-            link.vetted = (safe, vetted) if safe is free_index else None
-            link.eager = True
-            _run_vetted(link, original, safe, where)
+free_full = Factory(lambda original: _free_full_only(original, "free_full", segment=False))
+free_full_segment = Factory(
+    lambda original: _free_full_only(original, "free_full_segment", segment=True)
+)
 
 
 def _queued(link: AllocatorLink, allocator: Any, name: str) -> bool:
@@ -505,18 +557,22 @@ def free_group_end(original: Method, allocator: Any) -> None:
 # -- the mapping -------------------------------------------------------------------------------
 
 
-def set_full_to_swa_mapping(
-    original: Method, allocator: Any, full_indices: torch.Tensor, swa_indices: torch.Tensor
-) -> None:
-    link = link_of(allocator)
-    if link is None or link.taking or link.guard.operation is not None or not full_indices.numel():
-        original(allocator, full_indices, swa_indices)
-        return
-    with link.operation("set_full_to_swa_mapping"):
-        written = link.guard.check_mapping_write(
-            full_indices.to(torch.int64), swa_indices.to(torch.int64)
-        )
-        original(allocator, full_indices, written.to(swa_indices.dtype))
+def _set_mapping(original: Method) -> Method:
+    def hooked(allocator: Any, full_indices: torch.Tensor, swa_indices: torch.Tensor) -> None:
+        link = link_of(allocator)
+        if link is None or link.guard.operation is not None or not full_indices.shape[0]:
+            original(allocator, full_indices, swa_indices)
+            return
+        with link.operation("set_full_to_swa_mapping"):
+            written = link.guard.check_mapping_write(
+                full_indices.to(torch.int64), swa_indices.to(torch.int64)
+            )
+            original(allocator, full_indices, written.to(swa_indices.dtype))
+
+    return hooked
+
+
+set_full_to_swa_mapping = Factory(_set_mapping)
 
 
 def clear_full_to_swa_mapping(original: Method, allocator: Any, full_indices: torch.Tensor) -> None:

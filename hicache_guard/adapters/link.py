@@ -24,8 +24,9 @@ _ADAPTERS = __name__.rpartition(".")[0]
 
 def in_free_group(allocator: Any) -> bool:
     """Whether frees on this SGLang allocator are being queued (two spellings across releases)."""
-    direct = getattr(allocator, "is_not_in_free_group", None)
-    return not direct if direct is not None else allocator.free_group is not None
+    state = allocator.__dict__
+    direct = state.get("is_not_in_free_group")
+    return not direct if direct is not None else state["free_group"] is not None
 
 
 class StandIn:
@@ -48,10 +49,10 @@ class AllocatorLink:
     ``vetting``: a public free whose arguments were checked or noted runs. ``eager``: all parts of
     that free were checked at once. ``padding_expected``: page 0 may reach a free list through a
     fault that was counted already. ``trusted_writer``: a known writer of the bare mapping runs.
-    ``counting``: free pages are only counted. ``taking``: a hybrid allocation runs whose outcome is
-    noted at its end. ``captured_window``: the window slots that the running allocation took.
-    ``captured_last``: the translation of the slots that it continues after. ``queued``: window
-    frees that wait for their group to end, as (full slots, what their entries held when queued).
+    ``taking``: a hybrid allocation runs whose outcome is noted at its end. ``captured_window``: the
+    window slots that the running allocation took. ``captured_last``: the translation of the slots
+    that it continues after. ``queued``: window frees that wait for their group to end, as (full
+    slots, what their entries held when queued).
     """
 
     def __init__(self, allocator: Any, guard: PoolGuard, release: Release) -> None:
@@ -66,11 +67,64 @@ class AllocatorLink:
         self.captured_window: torch.Tensor | None = None
         self.captured_last: torch.Tensor | None = None
         self.trusted_writer = False
-        self.counting = False
         self.eager = False
         self.queued: list[tuple[torch.Tensor, torch.Tensor]] = []
-        _links.add(self)
         self.taking = False
+        _links.add(self)
+
+    # Calls that are made at every step open and close their operation by themselves, and only
+    # where its checks are put off: ``start``, then ``stop`` or ``give_up``.
+
+    @property
+    def collects(self) -> bool:
+        """Whether an operation may begin here whose checks are only noted."""
+        guard = self.guard
+        return guard.operation is None and guard.lazy and not guard.mapping_suspect
+
+    def start(self, name: str) -> None:
+        """Open an outermost operation."""
+        self.guard.begin(name, _caller())
+        mapping = self.notice_unseen()
+        if mapping is not None:
+            try:
+                self.guard.backlog.settle()
+                self.guard.reconcile(mapping)
+            except BaseException:
+                self.close()
+                raise
+
+    def stop(self) -> None:
+        """Close what ``start`` opened."""
+        guard = self.guard
+        if guard.backlog.long:
+            guard.backlog.settle(wait=False)
+        guard.end()
+        self._see_lists()
+
+    def give_up(self, error: BaseException) -> None:
+        """Close what ``start`` opened, after an error."""
+        try:
+            if not isinstance(error, GuardViolation):
+                # The release gave up, perhaps over what is noted here: report it before it dies.
+                self.guard.backlog.settle()
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Forget what the operation left to its inner calls, and take its outcome as seen."""
+        self.vetting = self.padding_expected = self.eager = self.taking = False
+        self.vetted = self.captured_window = self.captured_last = None
+        self.guard.end()
+        self._see_lists()
+
+    def _see_lists(self) -> None:
+        """Remember the free lists as they are now; hide those whose pages are held back."""
+        backlog = self.guard.backlog
+        for pool in self.pools:
+            if backlog.withholds and backlog.held_slots(pool.ledger):
+                pool.hide()
+            else:
+                pool.expected = pool.reveal()
 
     def operation(self, name: str, *, settle: bool = True) -> Running:
         """Run one outermost operation in a ``with`` block, whose value is False where one is open.
@@ -91,7 +145,8 @@ class AllocatorLink:
         """The mapping, where it was written behind the seams; free lists are taken over at once."""
         guard = self.guard
         for pool in self.pools:
-            if pool.state["free_pages"] is not pool.expected:
+            # By none of the list's methods: those leave it as expected.
+            if pool.state.get("free_pages", pool.hidden) is not pool.expected:
                 guard.backlog.settle()
                 guard.resync(pool.ledger, free_list(pool.pool()))
         mapping: torch.Tensor = self.state["full_to_swa_index_mapping"]
@@ -121,20 +176,20 @@ class Running:
                 guard.backlog.settle()
             return False
         guard.begin(self._name, _caller())
-        mapping = link.notice_unseen()
-        if guard.lazy:
-            if self._settle and not guard.backlog.empty:
-                guard.backlog.settle()
-        else:
-            self._before = Snapshot(link)
-            self._log = guard.undo.open()
-        if mapping is not None:
-            try:
+        try:
+            mapping = link.notice_unseen()
+            if guard.lazy:
+                if self._settle and not guard.backlog.empty:
+                    guard.backlog.settle()
+            else:
+                self._before = Snapshot(link)
+                self._log = guard.undo.open()
+            if mapping is not None:
                 guard.backlog.settle()
                 guard.reconcile(mapping)
-            except GuardViolation:
-                self._finish(raised=True)
-                raise
+        except BaseException as error:
+            self._finish(raised=isinstance(error, GuardViolation))
+            raise
         return True
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
@@ -149,27 +204,22 @@ class Running:
         self._finish(raised=ours)
 
     def _finish(self, *, raised: bool) -> None:
-        link = self._link
-        guard = link.guard
-        if not guard.lazy:
+        guard = self._link.guard
+        if not guard.lazy and hasattr(self, "_log"):
             guard.undo.close(self._log)
             if raised:
                 self._before.put_back()
                 self._log.roll_back()
-        link.vetting = link.padding_expected = link.eager = link.taking = False
-        link.vetted = link.captured_window = link.captured_last = None
-        guard.operation = None
-        guard.map.acknowledge()
-        for pool in link.pools:
-            pool.expected = pool.state["free_pages"]
+        self._link.close()
 
 
 class PoolLink:
     """What the hooks know about one sub-allocator.
 
-    ``state`` is the sub-allocator's own attribute dictionary: reading the free list there goes past
-    the descriptor that stands in for it. ``expected`` is the list that the next operation must
-    find.
+    ``state`` is the sub-allocator's own attribute dictionary. ``expected`` is the free list that
+    the next operation must find there. While pages are held back the list is taken out of the
+    dictionary and kept here, so that whoever asks for it comes to ``page_pool.FreePages``; at all
+    other times the attribute is an ordinary one and costs nothing.
     """
 
     def __init__(self, owner: AllocatorLink, pool: Any, ledger: PageLedger) -> None:
@@ -180,11 +230,55 @@ class PoolLink:
         self.is_window = ledger is owner.guard.window
         self.state = vars(pool)
         self.expected = self.state["free_pages"]
+        self.hidden: torch.Tensor | None = None
+
+    def hide(self) -> None:
+        """Take the free list out of sight, and the count of free pages with it."""
+        listed = self.state.pop("free_pages", None)
+        if listed is not None:
+            self.hidden = self.expected = listed
+            self.state["available_size"] = self._count_with_held
+
+    def reveal(self) -> torch.Tensor:
+        """Put the free list back in its place, and return it."""
+        if self.hidden is not None:
+            # What somebody assigned meanwhile is newer.
+            self.state.setdefault("free_pages", self.hidden)
+            self.state.pop("available_size", None)
+            self.hidden = None
+        listed: torch.Tensor = self.state["free_pages"]
+        return listed
+
+    @property
+    def listed(self) -> torch.Tensor:
+        """The free list as it is, wherever it is kept."""
+        found: torch.Tensor = self.state.get("free_pages", self.hidden)
+        return found
+
+    def count_free(self) -> int:
+        """Pages in the free list, by the host's own count."""
+        waiting: int | None = self.state.get("num_staged_pages")
+        if waiting is None:
+            waiting = self.state["release_pages"].shape[0]
+        return int(self.listed.shape[0]) + waiting
+
+    def _count_with_held(self) -> int:
+        """Stands in for ``available_size``: slots on their way through the backlog count as free.
+
+        Outside an operation a CPU answers after settling them.
+        """
+        guard = self.guard
+        if guard.operation is None and guard.device.type == "cpu":
+            with self.owner.operation("a count of free pages"):
+                pass
+        size = self.count_free() * self.ledger.page_size + guard.backlog.held_slots(self.ledger)
+        # More than there is can only be held by a free that is wrong; it is found when it settles.
+        return min(size, int(self.state["size"]))
 
 
 def free_list(pool: Any) -> torch.Tensor:
     """Every free page id of a sub-allocator (int64), in any of its containers."""
-    parts = [pool.free_pages]
+    parts = [vars(pool)[ATTRIBUTE].listed]
     if getattr(pool, "release_pages", None) is not None:
         parts.append(pool.release_pages)
     parts += getattr(pool, "staged_pages", [])

@@ -35,7 +35,7 @@ def _link_of(pool: Any) -> PoolLink | None:
 
 
 class FreePages(StandIn):
-    """Stands in for the attribute ``free_pages``: whoever looks sees what has been vetted.
+    """Answers for the attribute ``free_pages`` while pages are held back; see ``PoolLink.hide``.
 
     Outside an operation a look settles the backlog, so that schedulers, leak checks and audits find
     the free list in order; inside one, SGLang's own code reads and replaces the list as it is.
@@ -44,131 +44,93 @@ class FreePages(StandIn):
     def __get__(self, pool: Any, owner: type | None = None) -> Any:
         if pool is None:
             return self
-        state = vars(pool)
-        link = state.get(ATTRIBUTE)
-        if (
-            link is not None
-            and link.guard.operation is None
-            and not link.owner.counting
-            and not link.guard.backlog.empty
-        ):
-            with link.owner.operation("a look at the free list", settle=False):
-                link.guard.backlog.settle(wait=link.guard.device.type == "cpu")
-        try:
-            return state["free_pages"]
-        except KeyError:
-            raise AttributeError("free_pages") from None
-
-    def __set__(self, pool: Any, value: Any) -> None:
-        vars(pool)["free_pages"] = value
+        link = _link_of(pool)
+        if link is None or link.hidden is None:
+            raise AttributeError("free_pages")
+        if link.guard.operation is not None:
+            return link.reveal()
+        with link.owner.operation("a look at the free list", settle=False):
+            link.guard.backlog.settle(wait=link.guard.device.type == "cpu")
+        return link.listed
 
 
 free_pages = FreePages()
 
 
-def count_free(state: dict[str, Any]) -> int:
-    """Pages in the free list of a sub-allocator with these attributes, by the host's own count."""
-    waiting: int | None = state.get("num_staged_pages")
-    if waiting is None:
-        waiting = state["release_pages"].shape[0]
-    count: int = state["free_pages"].shape[0] + waiting
-    return count
+class Lists:
+    """The free lists of both sides as they were before an allocation.
 
-
-def _allocate(link: PoolLink, name: str, most_pages: int, call: Callable[[], Any]) -> Any:
-    """Run a sub-allocator's allocation on its own, as load-back does."""
-    with link.owner.operation(f"{link.ledger.name}_pool.{name}", settle=False):
-        settle_overdue(link.owner, most_pages)
-        return _take(link, call)
-
-
-def _lists_of(state: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
-    """Where a sub-allocator keeps its free pages. SGLang replaces these, never writes into them."""
-    return (
-        state["free_pages"],
-        state.get("release_pages"),
-        state.get("staged_pages"),
-        state.get("num_staged_pages"),
-    )
-
-
-class Taking:
-    """A hybrid allocation in progress: its two sides are seen from outside, once, when it is done.
-
-    Sub-allocator hooks then only pass on what they are asked, and keep the window slots.
+    SGLang replaces these tensors and never writes into them, so references are enough.
     """
 
-    __slots__ = ("_before", "_lists", "_owner")
+    __slots__ = ("_before", "_pools")
 
     def __init__(self, owner: AllocatorLink) -> None:
         full, window = owner.pools
-        self._owner = owner
-        self._lists = (_lists_of(full.state), _lists_of(window.state))
-        self._before = (count_free(full.state), count_free(window.state))
-        owner.taking = True
+        self._pools = owner.pools
+        self._before = (self._of(full), self._of(window))
 
-    def done(self, *, failed: bool) -> None:
-        """Note the pages that left the free lists; none may have if the allocation failed."""
-        owner = self._owner
-        owner.taking = False
-        full, window = owner.pools
-        kept = [
-            self._before[0] - count_free(full.state),
-            self._before[1] - count_free(window.state),
-        ]
-        if failed and any(kept):
-            self._undo(kept)
-            return
-        guard = owner.guard
-        if guard.page_size == 1 and guard.lazy and not guard.mapping_suspect:
-            return  # a page is a slot: what is mapped tells what was handed out
-        for link, taken in ((full, kept[0]), (window, kept[1])):
-            if taken > 0:
-                pages = HandedOut(guard.current, link.ledger, link.state["free_pages"], taken)
-                _note_taken(link, pages)
+    @staticmethod
+    def _of(link: PoolLink) -> tuple[Any, Any, Any, Any]:
+        get = link.state.get
+        return (
+            link.reveal() if link.hidden is not None else link.state["free_pages"],
+            get("release_pages"),
+            get("staged_pages"),
+            get("num_staged_pages"),
+        )
 
-    def _undo(self, kept: list[int]) -> None:
-        owner = self._owner
-        owner.guard.check_nothing_kept(kept)
-        if owner.guard.mode is not Mode.ENFORCE:
-            return
+    def taken(self) -> list[int]:
+        """Pages that each side has fewer now."""
+        gone = []
+        for link, (listed, released, _, staged) in zip(self._pools, self._before, strict=True):
+            waiting = released.shape[0] if staged is None else staged
+            gone.append(listed.shape[0] + waiting - link.count_free())
+        return gone
+
+    def put_back(self) -> None:
         names = ("free_pages", "release_pages", "staged_pages", "num_staged_pages")
-        for link, lists in zip(owner.pools, self._lists, strict=True):
+        for link, lists in zip(self._pools, self._before, strict=True):
             saved = dict(zip(names, lists, strict=True))
             link.state.update({name: saved[name] for name in names if name in link.state})
 
 
-def _note_taken(link: PoolLink, note: HandedOut) -> None:
-    guard = link.guard
-    if guard.lazy and not guard.mapping_suspect:
-        guard.backlog.note_allocation(note)
-    else:
-        guard.hand_out(link.ledger, note.pages())
+def taken_pages(link: PoolLink, count: int) -> torch.Tensor:
+    """The ``count`` page ids (int64) that were just cut from the head of the free list.
+
+    They lie before the rest in the storage that both were cut from; copied, since one-slot pages
+    are handed to the caller as they lay there, to write over at will.
+    """
+    rest: torch.Tensor = link.state["free_pages"]
+    return rest.as_strided((count,), (1,), rest.storage_offset() - count).clone()
 
 
 def _take(link: PoolLink, call: Callable[[], Any]) -> Any:
     """Run an allocation and see which pages left the free list."""
-    guard, state = link.guard, link.state
-    before = count_free(state)
+    guard = link.guard
+    link.reveal()
+    before = link.count_free()
     result = call()
-    taken = before - count_free(state)
+    taken = before - link.count_free()
     if taken > 0:
-        note = HandedOut(guard.current, link.ledger, state["free_pages"], taken)
-        # One-slot pages are handed to the caller as they lay in the list, to write over at will.
-        _note_taken(link, HandedOut(guard.current, link.ledger, note.pages(), 0))
+        pages = taken_pages(link, taken)
+        if guard.lazy and not guard.mapping_suspect:
+            guard.backlog.note_handed_out(HandedOut(guard.current, link.ledger, pages))
+        else:
+            guard.hand_out(link.ledger, pages)
     if link.is_window and result is not None:
         link.owner.captured_window = result
     return result
 
 
-def settle_overdue(owner: Any, most_pages: int) -> None:
+def settle_overdue(owner: AllocatorLink, most_pages: int) -> None:
     """Before an allocation of up to ``most_pages``: settle what earlier operations left.
 
     Waits for the device only where the pages that are vetted would not do.
     """
     guard = owner.guard
     under_way = guard.backlog.has_frees and not guard.backlog.settle(wait=False)
-    if under_way and min(count_free(link.state) for link in owner.pools) < most_pages:
+    if under_way and min(link.count_free() for link in owner.pools) < most_pages:
         guard.backlog.settle()
     if guard.mapping_suspect and not guard.backlog.empty:
         guard.backlog.settle()  # from here on allocations are recorded at once
@@ -178,7 +140,8 @@ def settle_overdue(owner: Any, most_pages: int) -> None:
     guard.overdue_aliases()
     rows = guard.overdue_peers()
     if rows is not None and rows.numel():
-        owner.allocator().free_swa(rows)
+        allocator: Any = owner.allocator()
+        allocator.free_swa(rows)
         guard.backlog.settle()
 
 
@@ -187,8 +150,8 @@ def _allocation(original: Method, most_pages: Callable[..., int]) -> Callable[..
     name = original.__name__
 
     def hooked(pool: Any, *args: Any, **kwargs: Any) -> Any:
-        link = vars(pool).get(ATTRIBUTE)
-        if link is None or type(link) is not PoolLink:
+        link = pool.__dict__.get(ATTRIBUTE)
+        if type(link) is not PoolLink:
             return original(pool, *args, **kwargs)
         owner = link.owner
         if owner.taking:
@@ -198,8 +161,9 @@ def _allocation(original: Method, most_pages: Callable[..., int]) -> Callable[..
             return result
         if link.guard.operation is not None:
             return _take(link, lambda: original(pool, *args, **kwargs))
-        most = most_pages(pool, *args, **kwargs)
-        return _allocate(link, name, most, lambda: original(pool, *args, **kwargs))
+        with owner.operation(f"{link.ledger.name}_pool.{name}", settle=False):
+            settle_overdue(owner, most_pages(pool, *args, **kwargs))
+            return _take(link, lambda: original(pool, *args, **kwargs))
 
     return hooked
 
@@ -257,26 +221,39 @@ def _note_queued(link: PoolLink, free_index: torch.Tensor, *, segment: bool) -> 
         guard.note_full_only(slots)
         if lazy:
             heads = slots[:: guard.page_size]
-            guard.backlog.note_free(
-                Freed(guard.current, heads, slots[-1:], slots.shape[0], full=True)
-            )
+            guard.backlog.note_free(Freed(guard.current, heads, slots.shape[0], full=True))
             return
         vetted = guard.vet_slots(slots, segment=segment)
         guard.backlog.vouch(guard.full, guard.full.pages_of(torch.where(vetted.bad, 0, slots)))
 
 
-def _release_page_ids(original: Method, pool: Any, *page_ids: torch.Tensor) -> None:
-    """Page ids enter the free list here (releases that have this method), none twice."""
-    link = _link_of(pool)
-    if link is None:
-        original(pool, *page_ids)
-        return
-    items = page_ids[0] if len(page_ids) == 1 else torch.cat(page_ids)
-    if items.numel() == 0:
-        original(pool, *page_ids)
-        return
-    with link.owner.operation(f"{link.ledger.name}_pool.free", settle=False):
-        _release(link, items, lambda kept: original(pool, kept), True, True)
+def _entering(original: Method) -> Callable[..., None]:
+    """The hook of ``_release_page_ids``."""
+
+    def hooked(pool: Any, *page_ids: torch.Tensor) -> None:
+        link = pool.__dict__.get(ATTRIBUTE)
+        if type(link) is not PoolLink:
+            original(pool, *page_ids)
+            return
+        items = page_ids[0] if len(page_ids) == 1 else torch.cat(page_ids)
+        if not items.shape[0]:
+            original(pool, *page_ids)
+            return
+
+        def admit(kept: torch.Tensor) -> None:
+            original(pool, kept)
+
+        if link.guard.operation is not None:
+            _release(link, items, admit, True, True)
+            return
+        with link.owner.operation(f"{link.ledger.name}_pool.free", settle=False):
+            _release(link, items, admit, True, True)
+
+    return hooked
+
+
+#: Page ids enter the free list here (releases that have this method), none twice.
+_release_page_ids = Factory(_entering)
 
 
 def _release(
@@ -335,7 +312,7 @@ def _ride(
     Where there is no good one the release is taken back: the count has arrived by then.
     """
     state = link.state
-    before = (state["free_pages"], state.get("release_pages"))
+    before = (link.listed, state.get("release_pages"))
     good = (~vetted.bad).to(torch.uint8).argmax().reshape(1)
     invoke(torch.where(vetted.bad, items.index_select(0, good), items))
     link.owner.guard.wait_for(vetted)
@@ -345,44 +322,11 @@ def _ride(
             state["release_pages"] = before[1]
 
 
-def _available_size(original: Method) -> Callable[[Any], int]:
-    """Slots that an allocation could get, those on their way through the backlog included."""
-
-    def hooked(pool: Any) -> int:
-        link = vars(pool).get(ATTRIBUTE)
-        if link is None or type(link) is not PoolLink:
-            return int(original(pool))
-        guard = link.guard
-        # In observe nothing is held back, and the count is the release's own, right or wrong.
-        if link.owner.taking or guard.mode is Mode.OBSERVE or not guard.backlog.has_frees:
-            return int(original(pool))
-        if guard.operation is None and guard.device.type == "cpu":
-            with link.owner.operation("a count of free pages", settle=True):
-                return int(original(pool))
-        return _count_with_held(link, lambda: int(original(pool)))
-
-    return hooked
-
-
-available_size = Factory(_available_size)
-
-
-def _count_with_held(link: PoolLink, count: Callable[[], int]) -> int:
-    owner = link.owner
-    before, owner.counting = owner.counting, True
-    try:
-        size = count() + link.guard.backlog.held_slots(link.ledger)
-    finally:
-        owner.counting = before
-    # More than there is can only be held by a free that is wrong; it is found when it is settled.
-    return min(size, int(link.state["size"]))
-
-
 def merge_and_sort_free(original: Method, pool: Any) -> None:
     original(pool)
     link = _link_of(pool)
     if link is not None:
-        link.expected = link.state["free_pages"]
+        link.expected = link.listed
 
 
 def clear(original: Method, pool: Any) -> None:
@@ -394,7 +338,7 @@ def clear(original: Method, pool: Any) -> None:
     guard = link.guard
     if guard.operation is not None:
         original(pool)
-        link.expected = link.state["free_pages"]
+        link.expected = link.listed
         return
     with link.owner.operation(f"{link.ledger.name}_pool.clear"):
         original(pool)
@@ -410,4 +354,3 @@ def restore_state(original: Method, pool: Any, state: Any) -> None:
     with link.owner.operation(f"{link.ledger.name}_pool.restore_state"):
         original(pool, state)
         link.owner.guard.resync(link.ledger, free_list(pool))
-        link.expected = link.state["free_pages"]

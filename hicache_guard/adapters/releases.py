@@ -97,7 +97,7 @@ def _seams(
             token_home,
             "TokenToKVPoolAllocator",
             "page_pool",
-            ("alloc", "free", "clear", "available_size"),
+            ("alloc", "free", "clear"),
         ),
         *_TRANSLATIONS,
     )
@@ -117,7 +117,7 @@ def _until_15(homes: tuple[str, str, str, str]) -> tuple[Seam, ...]:
     return _seams(
         homes,
         allocator=("set_full_to_swa_mapping", *_STATE),
-        base=("free_pages", "available_size", "merge_and_sort_free", "restore_state"),
+        base=("free_pages", "merge_and_sort_free", "restore_state"),
         paged=("free",),
         group="BaseTokenToKVPoolAllocator",
     )
@@ -171,7 +171,7 @@ RELEASES: dict[str, Release] = {
                 *_seams(
                     _SINCE_13,
                     allocator=("set_full_to_swa_mapping", "resize"),
-                    base=("free_pages", "available_size", "merge_and_sort_free"),
+                    base=("free_pages", "merge_and_sort_free"),
                     paged=("_release_page_ids", "free", "free_segment"),
                     group="SWATokenToKVPoolAllocator",
                 ),
@@ -208,7 +208,6 @@ RELEASES: dict[str, Release] = {
                         "_release_page_ids",
                         "free",
                         "free_segment",
-                        "available_size",
                         "merge_and_sort_free",
                     ),
                     group="SWATokenToKVPoolAllocator",

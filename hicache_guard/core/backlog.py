@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from hicache_guard.core.journal import Operation
-from hicache_guard.core.ledger import FREED, PageLedger
+from hicache_guard.core.journal import Journal, Operation
+from hicache_guard.core.ledger import PageLedger, any_differs
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.verdict import HostCopy
 
@@ -33,34 +34,31 @@ MAX_NOTES = 512
 
 @dataclass(slots=True)
 class HandedOut:
-    """``count`` pages that just left a free list, of which ``rest`` is what remained.
-
-    Or, with a count of 0, the pages themselves.
-    """
+    """``pages`` (int64) that an allocation on a sub-allocator alone took from its free list."""
 
     operation: Operation
     ledger: PageLedger
-    rest: torch.Tensor
-    count: int
-
-    def pages(self) -> torch.Tensor:
-        """The page ids (int64); they lie before the rest in the storage both were cut from."""
-        if self.count == 0:
-            return self.rest
-        start = self.rest.storage_offset() - self.count
-        return self.rest.as_strided((self.count,), (1,), start).clone()
+    pages: torch.Tensor
 
 
 @dataclass(slots=True)
-class Mapped:
-    """Entries ``full[i] -> window[i]`` (int64 or int32) that an allocation wrote.
+class Taken:
+    """The full slots that an allocation returned, and the window slots of the last of them.
 
-    Of one-slot pages they are also the pages that it took.
+    Both int64 or int32. A new page is taken from its first slot on, so the slots tell which pages
+    left the free lists. ``each_continues`` for a decode step, where a slot inside a page continues
+    after the slot before it.
     """
 
     operation: Operation
     full: torch.Tensor
     window: torch.Tensor
+    each_continues: bool
+
+    def mapped(self) -> torch.Tensor:
+        """The full slots that were mapped to ``window``."""
+        count, slots = self.full.shape[0], self.window.shape[0]
+        return self.full if count == slots else self.full[count - slots :]
 
 
 @dataclass(slots=True)
@@ -80,23 +78,25 @@ class Continued:
 class Freed:
     """A free of consecutive slots from a page boundary, or of slots of one-slot pages.
 
-    ``heads`` (int64) are its full slots, one a page, and ``last`` the last slot that it names of
-    ``slots``. ``full`` says that the full side is freed, ``window`` holds the entries that lead to
-    the window side (None where that is not freed), which must all lead somewhere if ``mapped``.
-    ``peers`` are the entries of all slots where the full side is freed alone; they should be empty.
-    ``queued`` for a free in an open group: its pages reach the free list when the group ends,
-    perhaps after this note was settled.
+    ``heads`` (int64) are its full slots, one a page, of ``slots`` that it names. ``full`` says that
+    the full side is freed, ``window`` holds the entries that lead to the window side (None where
+    that is not freed), which must all lead somewhere if ``mapped``. ``queued`` for a free in an
+    open group: its pages reach the free list when the group ends, perhaps after this note was
+    settled.
     """
 
     operation: Operation
     heads: torch.Tensor
-    last: torch.Tensor
     slots: int
     full: bool
     window: torch.Tensor | None = None
     mapped: bool = False
-    peers: torch.Tensor | None = None
     queued: bool = False
+
+    def last(self, page_size: int) -> torch.Tensor:
+        """The last slot that it names, where that is not the last of its page; else empty."""
+        inside = self.slots % page_size
+        return self.heads[-1:] + (inside - 1) if inside else self.heads[:0]
 
 
 @dataclass(slots=True)
@@ -114,16 +114,51 @@ class Held:
     direct: bool
     admit: Callable[[torch.Tensor], None]
 
-    def page_ids(self) -> torch.Tensor:
-        slots = self.items * self.ledger.page_size if self.pages else self.items
-        return self.ledger.pages_of(slots)
+
+class Joined:
+    """Tensors of several notes as one, with the serial of its note at each element."""
+
+    def __init__(
+        self, operations: list[Operation], parts: list[torch.Tensor], *, shared: bool = False
+    ) -> None:
+        """``shared`` where a part alone must be copied: it is a view of something larger."""
+        self.operations = operations
+        self.counts = [part.shape[0] for part in parts]
+        if len(parts) > 1:
+            self.items = torch.cat(parts)
+        else:
+            self.items = parts[0].clone() if shared else parts[0]
+        if self.items.dtype != torch.int64:
+            self.items = self.items.to(torch.int64)
+
+    def serials(self) -> int | torch.Tensor:
+        """One serial for all, or int32 with one for each element."""
+        if len(self.operations) == 1:
+            return self.operations[0].serial
+        serials = np.array([operation.serial for operation in self.operations], dtype=np.int32)
+        spread = torch.from_numpy(serials.repeat(self.counts))
+        return spread.to(self.items.device, non_blocking=True)
+
+    def parts(self) -> list[tuple[Operation, torch.Tensor]]:
+        """Each operation with its elements."""
+        parts = torch.split(self.items, self.counts)
+        return list(zip(self.operations, parts, strict=True))
+
+    def touch(self, journal: Journal, verb: str, pool: str, pages: torch.Tensor) -> None:
+        """Tell the journal that each operation did ``verb`` to its part of ``pages``."""
+        journal.touch(verb, pool, pages, self.operations, list(accumulate(self.counts)))
+
+
+#: The full and the window slots of decode steps.
+Decoded = tuple[Joined, Joined]
 
 
 @dataclass(slots=True)
 class Batch:
-    """Notes that are being checked together. ``wrong`` counts what is not plainly in order."""
+    """Notes that are being checked together. ``wrong``: whether any is not plainly in order."""
 
     continued: list[Continued]
+    decoded: Decoded | None
     frees: list[Freed]
     held: list[Held]
     vouched: list[tuple[PageLedger, torch.Tensor]]
@@ -140,7 +175,7 @@ class Backlog:
     def __init__(self, guard: PoolGuard) -> None:
         self._guard = guard
         self._handed_out: list[HandedOut] = []
-        self._mapped: list[Mapped] = []
+        self._taken: list[Taken] = []
         self._continued: list[Continued] = []
         self._frees: list[Freed] = []
         self._held: list[Held] = []
@@ -153,7 +188,12 @@ class Backlog:
 
     @property
     def empty(self) -> bool:
-        return not (self.has_frees or self._handed_out or self._mapped or self._continued)
+        return not (self.has_frees or self._handed_out or self._taken or self._continued)
+
+    @property
+    def withholds(self) -> bool:
+        """Whether pages may be held back from a free list."""
+        return self.has_frees and self._guard.mode is Mode.ENFORCE
 
     def held_slots(self, ledger: PageLedger) -> int:
         """Slots that are on their way into the free list of ``ledger``'s pool."""
@@ -165,16 +205,22 @@ class Backlog:
 
         Not before: a free and what it releases are noted one after the other.
         """
-        return len(self._frees) > MAX_NOTES or len(self._mapped) > MAX_NOTES
+        return len(self._frees) > MAX_NOTES or len(self._taken) > MAX_NOTES
 
-    def note_allocation(self, entry: HandedOut | Mapped | Continued) -> None:
-        """Add what an allocation did."""
-        if type(entry) is Mapped:
-            self._mapped.append(entry)
-        elif type(entry) is HandedOut:
-            self._handed_out.append(entry)
-        else:
-            self._continued.append(entry)  # type: ignore[arg-type]
+    def note_taken(
+        self, full: torch.Tensor, window: torch.Tensor, *, each_continues: bool = False
+    ) -> None:
+        """Add what a hybrid allocation took and mapped; see ``Taken``."""
+        # The caller may write into the full slots that it is given; the window's it never sees.
+        self._taken.append(Taken(self._guard.current, full.clone(), window, each_continues))
+
+    def note_handed_out(self, entry: HandedOut) -> None:
+        """Add what an allocation on one sub-allocator took."""
+        self._handed_out.append(entry)
+
+    def note_continued(self, entry: Continued) -> None:
+        """Add what an extension went on after."""
+        self._continued.append(entry)
 
     def note_free(self, entry: Freed) -> None:
         """Add a free that is to be checked."""
@@ -191,7 +237,7 @@ class Backlog:
 
     def clear(self) -> None:
         """Forget everything: the pools were emptied."""
-        self._handed_out, self._mapped, self._continued = [], [], []
+        self._handed_out, self._taken, self._continued = [], [], []
         self._frees, self._held, self._vouched, self._batch = [], [], [], None
         self._forget_frees()
 
@@ -221,13 +267,13 @@ class Backlog:
 
     def _settle_one(self, wait: bool) -> bool:
         if self._batch is None:
-            self._apply_allocations()
-            if not (self._continued or self.has_frees):
+            decoded = self._apply_allocations()
+            if not (self._continued or decoded or self.has_frees):
                 return True
-            taken = (self._continued, self._frees, self._held)
+            taken = (self._continued, decoded, self._frees, self._held)
             self._continued, self._frees, self._held = [], [], []
             vouched: list[tuple[PageLedger, torch.Tensor]] = []
-            if any(not held.direct for held in taken[2]):
+            if any(not held.direct for held in taken[3]):
                 # What was vouched for waits until what was queued with it comes.
                 vouched, self._vouched = self._vouched, []
             self._batch = Batch(*taken, vouched, HostCopy(self._suspicious(*taken)))
@@ -248,119 +294,168 @@ class Backlog:
 
     # -- allocations ---------------------------------------------------------------------------
 
-    def _apply_allocations(self) -> None:
+    def _apply_allocations(self) -> Decoded | None:
+        """Record what was handed out and mapped; returns the decode steps, to be checked."""
         guard = self._guard
         for ledger in (guard.full, guard.window):
             notes = [note for note in self._handed_out if note.ledger is ledger]
-            if not notes:
-                continue
-            pages = [note.pages() for note in notes]
-            for note, gone in zip(notes, pages, strict=True):
-                guard.journal.touch(note.operation, "allocated", ledger.name, gone)
-            serials = [note.operation.serial for note in notes]
-            ledger.hand_out(_joined(pages), _spread(serials, pages))
-        if self._mapped:
-            full = [note.full for note in self._mapped]
-            serials = [note.operation.serial for note in self._mapped]
-            window = [note.window for note in self._mapped]
-            rows, targets = _joined(full).long(), _joined(window).long()
-            spread = _spread(serials, full)
-            if guard.page_size == 1:
-                guard.full.hand_out(rows, spread)
-                guard.window.hand_out(targets, spread)
-                for fresh in self._mapped:
-                    for ledger, taken in ((guard.full, fresh.full), (guard.window, fresh.window)):
-                        guard.journal.touch(fresh.operation, "allocated", ledger.name, taken)
-            guard.map.record(rows, targets, spread)
+            if notes:
+                pages = Joined([n.operation for n in notes], [n.pages for n in notes])
+                pages.touch(guard.journal, "allocated", ledger.name, pages.items)
+                ledger.hand_out(pages.items, pages.serials())
         self._handed_out.clear()
-        self._mapped.clear()
+        taken, self._taken = self._taken, []
+        if not taken:
+            return None
+        operations = [note.operation for note in taken]
+        full = Joined(operations, [note.full for note in taken])
+        # Window slots of one-slot pages are a piece of a free list, which must not stay alive.
+        window = Joined(operations, [note.window for note in taken], shared=True)
+        serials = full.serials()
+        self._hand_out(guard.full, full, serials)
+        if window.counts == full.counts:
+            guard.map.record(full.items, window.items, serials)
+            self._hand_out(guard.window, window, serials)
+        else:
+            rows = Joined(operations, [note.mapped() for note in taken])
+            serials = window.serials()
+            guard.map.record(rows.items, window.items, serials)
+            self._hand_out(guard.window, window, serials)
+        steps = [note for note in taken if note.each_continues]
+        if len(steps) == len(taken) or not steps:
+            return (full, window) if steps else None
+        operations = [note.operation for note in steps]
+        return (
+            Joined(operations, [note.full for note in steps]),
+            Joined(operations, [note.window for note in steps]),
+        )
+
+    def _hand_out(self, ledger: PageLedger, slots: Joined, serials: int | torch.Tensor) -> None:
+        pages = ledger.hand_out_slots(slots.items, serials)
+        slots.touch(self._guard.journal, "allocated", ledger.name, pages)
 
     # -- bulk ----------------------------------------------------------------------------------
 
     def _suspicious(
-        self, continued: list[Continued], noted: list[Freed], held: list[Held]
+        self,
+        continued: list[Continued],
+        decoded: Decoded | None,
+        noted: list[Freed],
+        held: list[Held],
     ) -> torch.Tensor:
-        """How many of the notes' slots are not plainly in order (0-dim int64)."""
+        """Whether (0-dim bool) any of the notes' slots is not plainly in order."""
         guard = self._guard
-        counts = []
+        full, window = guard.full, guard.window
+        wrong = []
         if continued:
             last = _joined([note.last for note in continued]).long()
-            window = _joined([note.window for note in continued]).long()
+            slots = _joined([note.window for note in continued]).long()
             lengths = _joined([note.lengths for note in continued])
-            continues = (lengths % guard.page_size != 0) & (last >= 0)
-            rows = torch.where(continues, last, 0).clamp_(max=guard.map.mapping.numel() - 2)
-            entries = torch.where(continues, window, 0)
-            wrong = ~guard.map.proved(rows, entries) | (continues & (entries == 0))
-            counts.append(wrong.sum())
+            wrong.append(
+                self._any_not_continued(last, slots, full.inside_page(lengths) & (last >= 0))
+            )
+        if decoded:
+            rows, slots = decoded[0].items, decoded[1].items
+            wrong.append(self._any_not_continued(rows - 1, slots - 1, full.inside_page(rows)))
         frees = [note for note in noted if note.full]
-        direct = [note for note in held if note.direct]
-        full_pages = [note.page_ids() for note in direct if note.ledger is guard.full]
-        if frees:
-            full_pages.append(guard.full.pages_of(_joined([note.heads for note in frees])))
-        window_pages = [note.page_ids() for note in direct if note.ledger is guard.window]
         followed = [note for note in noted if note.window is not None]
-        if followed:
-            rows = _joined([note.heads for note in followed])
-            entries = _joined([note.window for note in followed if note.window is not None])
-            known = rows.clamp(0, guard.map.mapping.numel() - 2)
-            wrong = ~guard.map.proved(known, entries) | (known != rows) | (entries < 0)
-            if any(note.mapped for note in followed):
-                wrong |= entries == 0
-            counts.append(wrong.sum())
-            window_pages.append(guard.window.pages_of(entries))
-        peers = [note.peers for note in noted if note.peers is not None]
-        if peers:
-            counts.append((_joined(peers) != 0).sum())
-        for ledger in (guard.full, guard.window):
-            queued = [n.page_ids() for n in held if n.ledger is ledger and not n.direct]
+        alone = [note.heads for note in frees if note.window is None]
+        if alone:
+            peers = guard.page_rows(_joined(alone)).clamp_(max=guard.map.mapping.shape[0] - 2)
+            wrong.append(guard.map.mapping.index_select(0, peers).max() > 0)
+        pages = {full.name: list[torch.Tensor](), window.name: list[torch.Tensor]()}
+        if frees:
+            pages[full.name].append(full.pages_of(_joined([note.heads for note in frees])))
+        for ledger in (full, window):
+            direct = [note for note in held if note.ledger is ledger and note.direct]
+            queued = [note for note in held if note.ledger is ledger and not note.direct]
+            if direct:
+                pages[ledger.name].append(_held_pages(ledger, direct))
+            if pages[ledger.name]:
+                wrong.append(ledger.any_dead(_joined(pages[ledger.name])))
             if queued:
-                counts.append(ledger.repeated(_joined(queued)).sum())
-        for ledger, parts in ((guard.full, full_pages), (guard.window, window_pages)):
-            if not parts:
+                wrong.append(ledger.any_repeated(_held_pages(ledger, queued)))
+        some_empty = False
+        if followed:
+            some_empty = not all(note.mapped for note in followed)
+            entries = _joined([note.window for note in followed if note.window is not None])
+            rows = _joined([note.heads for note in followed])
+            wrong += self._wrong_entries(rows, entries, some_empty=some_empty)
+            pages[window.name].append(window.pages_of(entries))
+        for ledger in (full, window):
+            if not pages[ledger.name]:
                 continue
-            pages = _joined(parts)
-            wrong = ledger.generations(pages) >= FREED
-            wrong |= ledger.repeated(pages)
-            if ledger is guard.window:
-                wrong &= pages > 0  # an empty entry leads nowhere; judged above where it matters
-            counts.append(wrong.sum())
-        none = torch.zeros((), dtype=torch.int64, device=guard.device)
-        return torch.stack([none, *counts]).sum()
+            named = _joined(pages[ledger.name])
+            if some_empty and ledger is window:  # an empty entry leads nowhere
+                wrong.append((window.repeated(named) & (named > 0)).any())
+            else:
+                wrong.append(ledger.any_repeated(named))
+        return torch.stack(wrong).any()
+
+    def _wrong_entries(
+        self, rows: torch.Tensor, entries: torch.Tensor, *, some_empty: bool
+    ) -> list[torch.Tensor]:
+        """What is wrong with the ``entries`` of ``rows`` that frees followed into the window pool.
+
+        Each a 0-dim bool. ``some_empty`` where an empty entry is no fault.
+        """
+        book = self._guard.map
+        known = rows.clamp(0, book.mapping.shape[0] - 2)
+        inside = entries.clamp(0, book.owner.shape[0] - 1)
+        wrong = [any_differs(known, rows), any_differs(inside, entries)]
+        if some_empty:
+            return [*wrong, (~book.proved(known, inside)).any()]
+        return [*wrong, book.any_unproved(known, inside), entries.min() < 1]
+
+    def _any_not_continued(
+        self, last: torch.Tensor, window: torch.Tensor, continues: torch.Tensor
+    ) -> torch.Tensor:
+        """Whether any slot continues after one that is not proved to lead to a window slot."""
+        guard = self._guard
+        rows = torch.where(continues, last, 0).clamp_(max=guard.map.mapping.shape[0] - 2)
+        entries = torch.where(continues, window, 0)
+        return (~guard.map.proved(rows, entries) | (continues & (entries == 0))).any()
 
     def _accept(self, batch: Batch) -> None:
         """Everything is in order: end the generations and admit what was held."""
         guard = self._guard
-        serial = guard.serial
         for ledger in (guard.full, guard.window):
-            notes = [note for note in batch.held if note.ledger is ledger]
-            if not notes:
-                continue
-            pages = [note.page_ids() for note in notes]
-            for note, gone in zip(notes, pages, strict=True):
-                guard.journal.touch(note.operation, "freed", ledger.name, gone)
-            ledger.release(_joined(pages), serial)
-            if guard.mode is Mode.ENFORCE:
-                for same in _runs(notes):
-                    same[0].admit(_joined([note.items for note in same]))
-        for freed in batch.frees:
-            if freed.queued:
-                self._pass_on(freed)
+            for are_pages in (True, False):
+                same = [n for n in batch.held if n.ledger is ledger and n.pages is are_pages]
+                if not same:
+                    continue
+                items = Joined([note.operation for note in same], [note.items for note in same])
+                if are_pages:
+                    pages = items.items.clamp(0, ledger.outside)
+                else:
+                    pages = ledger.pages_of(items.items)
+                items.touch(guard.journal, "freed", ledger.name, pages)
+                ledger.release(pages, items.serials())
+                if guard.mode is Mode.ENFORCE:
+                    same[0].admit(items.items)
+        self._pass_on([note for note in batch.frees if note.queued])
         self._note_named(batch)
-        for note in batch.held:
-            if note.direct and note.ledger is guard.full:
-                guard.note_full_only(note.page_ids() * guard.page_size)
+        direct = [note for note in batch.held if note.direct and note.ledger is guard.full]
+        if direct:
+            guard.note_full_only(_held_pages(guard.full, direct) * guard.page_size)
 
-    def _pass_on(self, freed: Freed) -> None:
-        """A queued free is in order: end its generations now, and vouch for it when it comes."""
+    def _pass_on(self, queued: list[Freed]) -> None:
+        """Queued frees are in order: end their generations now, and vouch for them when they come.
+
+        The pages are released a second time then, which changes nothing.
+        """
         guard = self._guard
-        pages = guard.full.pages_of(freed.heads)
-        if freed.full:
-            guard.full.release(pages, freed.operation.serial)
-            self.vouch(guard.full, pages)
-        if freed.window is not None:
-            pages = guard.window.pages_of(freed.window)
-            guard.window.release(pages, freed.operation.serial)
-            self.vouch(guard.window, pages)
+        full = [note for note in queued if note.full]
+        window = [note for note in queued if note.window is not None]
+        for ledger, notes, slots in (
+            (guard.full, full, [note.heads for note in full]),
+            (guard.window, window, [note.window for note in window if note.window is not None]),
+        ):
+            if notes:
+                joined = Joined([note.operation for note in notes], slots)
+                pages = ledger.pages_of(joined.items)
+                ledger.release(pages, joined.serials())
+                self.vouch(ledger, pages)
 
     def _note_named(self, batch: Batch) -> None:
         """Remember how far into its pages each free reached: all of each but its last."""
@@ -369,9 +464,9 @@ class Backlog:
         if guard.page_size == 1 or not notes:
             return
         guard.full.name_whole(guard.full.pages_of(_joined([note.heads for note in notes])))
-        parts = [note for note in notes if note.slots % guard.page_size]
+        parts = [note.last(guard.page_size) for note in notes if note.slots % guard.page_size]
         if parts:
-            last = _joined([note.last for note in parts])
+            last = _joined(parts)
             guard.full.note_named(last, guard.full.pages_of(last))
 
     # -- one by one ----------------------------------------------------------------------------
@@ -386,6 +481,11 @@ class Backlog:
         for note in batch.continued:
             guard.operation = note.operation
             guard.recheck_continued(note.last, note.window, note.lengths)
+        if batch.decoded:
+            for (guard.operation, rows), (_, slots) in zip(
+                batch.decoded[0].parts(), batch.decoded[1].parts(), strict=True
+            ):
+                guard.recheck_continued(rows - 1, slots - 1, rows)
         for freed in batch.frees:
             guard.operation = freed.operation
             full, window = guard.recheck_free(freed)
@@ -398,7 +498,7 @@ class Backlog:
             if held.direct:
                 self._judge_direct(held)
             else:
-                came[held.ledger.name].update(held.page_ids().tolist())
+                came[held.ledger.name].update(page_ids(held).tolist())
                 self._admit_right(held, rightly[held.ledger.name])
         if any(freed.queued for freed in batch.frees):
             for ledger in (guard.full, guard.window):
@@ -412,7 +512,7 @@ class Backlog:
         vetted = guard.vet_release(
             held.ledger, held.items, pages=held.pages, distinct=True, padding_expected=False
         )
-        pages = held.page_ids()
+        pages = page_ids(held)
         if held.ledger is guard.full:
             guard.note_full_only(pages * guard.page_size)
         if guard.mode is Mode.ENFORCE:
@@ -425,7 +525,7 @@ class Backlog:
 
     def _admit_right(self, held: Held, rightly: set[int]) -> None:
         guard = self._guard
-        pages = held.page_ids()
+        pages = page_ids(held)
         if guard.mode is not Mode.ENFORCE:
             guard.released(held.ledger, pages * guard.page_size)
             return
@@ -439,21 +539,20 @@ class Backlog:
             held.admit(held.items[kept])
 
 
+def page_ids(held: Held) -> torch.Tensor:
+    """The page ids (int64, within the ledger) of what is held."""
+    ledger = held.ledger
+    return ledger.pages_of(held.items * ledger.page_size if held.pages else held.items)
+
+
+def _held_pages(ledger: PageLedger, notes: list[Held]) -> torch.Tensor:
+    """The page ids (int64, within the ledger) of several notes of one pool."""
+    parts = [note.items for note in notes if note.pages]
+    slots = [note.items for note in notes if not note.pages]
+    if slots:
+        parts.append(ledger.pages_of(_joined(slots)))
+    return _joined(parts).clamp(0, ledger.outside)
+
+
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _spread(serials: list[int], parts: list[torch.Tensor]) -> int | torch.Tensor:
-    """One serial for all parts, or an int32 tensor with each part's serial at its elements."""
-    if len(parts) == 1:
-        return serials[0]
-    spread = np.repeat(np.array(serials, dtype=np.int32), [part.numel() for part in parts])
-    return torch.from_numpy(spread).to(parts[0].device, non_blocking=True)
-
-
-def _runs(notes: list[Held]) -> list[list[Held]]:
-    """Notes of one pool by what they hold: slots together, page ids together."""
-    groups: dict[bool, list[Held]] = {}
-    for note in notes:
-        groups.setdefault(note.pages, []).append(note)
-    return list(groups.values())

@@ -258,7 +258,6 @@ class PoolGuard:
 
     def hand_out(self, ledger: PageLedger, pages: torch.Tensor) -> None:
         """``pages`` (int64) just left the free list of ``ledger``'s pool."""
-        operation = self.current
         if self.mapping_suspect or self.mode is Mode.STRICT:
             # With every free vetted, a free list cannot hold a live page; check where one was not.
             known = ledger.pages_of(pages * ledger.page_size)
@@ -277,7 +276,10 @@ class PoolGuard:
             # raise and leave even a stale entry as it was.
             self.undo.save(self.map.mapping, self._rows_of(pages))
         ledger.hand_out(pages, self.serial)
-        self.journal.touch(operation, "allocated", ledger.name, pages)
+        self._touch("allocated", ledger, pages)
+
+    def _touch(self, verb: str, ledger: PageLedger, pages: torch.Tensor) -> None:
+        self.journal.touch(verb, ledger.name, pages, (self.current,), (pages.shape[0],))
 
     def check_nothing_kept(self, kept: list[int]) -> None:
         """A hybrid allocation returned nothing; ``kept`` pages left the full and window free lists.
@@ -296,6 +298,10 @@ class PoolGuard:
             return pages
         offsets = torch.arange(self.page_size, device=pages.device)
         return (pages[:, None] * self.page_size + offsets).reshape(-1)
+
+    def page_rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """Every row (int64) of the full pages of ``slots`` (int64), as often as they are named."""
+        return self._rows_of(self.full.pages_of(slots))
 
     def rows_of_slots(self, slots: torch.Tensor) -> torch.Tensor:
         """Every row of the full pages of ``slots`` (int64), each page once.
@@ -569,8 +575,7 @@ class PoolGuard:
             ledger.release(right, self.serial)
             freed_full.update(right.tolist())
         if note.window is None:
-            if note.peers is not None and bool((note.peers != 0).any()):
-                self.note_full_only(heads)  # judged, and released, before the next allocation
+            self.note_full_only(heads)  # judged, and released, before the next allocation
             return freed_full, freed_window
         assert rows_bad is not None
         rows, entries = heads[~rows_bad], note.window[~rows_bad]
@@ -636,7 +641,7 @@ class PoolGuard:
         """Slots (int64, in range) entered ``ledger``'s free list with their pages."""
         pages = ledger.pages_of(slots)
         ledger.release(pages, self.serial)
-        self.journal.touch(self.current, "freed", ledger.name, pages)
+        self._touch("freed", ledger, pages)
 
     # -- mapping writes ------------------------------------------------------------------------
 
@@ -873,7 +878,7 @@ class PoolGuard:
         free[ledger.outside] = True
         was_free = ledger.born >= FREED
         now = torch.where(free, FREED | self.serial, self.serial)
-        ledger.born = torch.where(free == was_free, ledger.born, now.to(torch.int32))
+        ledger.born.copy_(torch.where(free == was_free, ledger.born, now.to(torch.int32)))
 
     def nbytes(self) -> int:
         """Bytes of device memory that the guard holds beside the pools."""

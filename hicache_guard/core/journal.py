@@ -1,16 +1,18 @@
 """What was done to a page lately: a bounded record of operations, read only when a report is due.
 
 After AddressSanitizer: a report names who freed, who allocated before, who uses now. One record is
-kept for each allocator operation, not for each page; it refers to the page tensors that the
-operation touched, so that keeping the journal costs no device work at all.
+kept for each allocator operation, not for each page; beside them stand the page tensors that
+operations touched, as they came, so that keeping the journal costs no device work at all.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import CodeType, FrameType
 
 import torch
@@ -35,11 +37,10 @@ def acting_for(request: str) -> Iterator[None]:
 class Operation:
     """One allocator operation.
 
-    ``serial`` orders operations; ``file`` and ``line`` are the place in the caller's code;
-    ``touched`` holds (verb, pool, page ids) with page ids an int64 tensor on the pool's device.
+    ``serial`` orders operations; ``file`` and ``line`` are the place in the caller's code.
     """
 
-    __slots__ = ("caller", "line", "name", "request", "serial", "touched")
+    __slots__ = ("caller", "line", "name", "request", "serial")
 
     def __init__(
         self, serial: int, name: str, request: str | None, caller: CodeType, line: int
@@ -49,7 +50,6 @@ class Operation:
         self.request = request
         self.caller = caller
         self.line = line
-        self.touched: list[tuple[str, str, torch.Tensor]] = []
 
     @property
     def file(self) -> str:
@@ -60,47 +60,71 @@ class Operation:
         return f"#{self.serial} {self.name}{who} at {self.file}:{self.line}"
 
 
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """What some operations did to ``pages`` (int64 page ids) of one pool, in their order.
+
+    ``operations[i]`` touched the pages up to position ``ends[i]``, from where the one before it
+    stopped.
+    """
+
+    verb: str
+    pool: str
+    pages: torch.Tensor
+    operations: Sequence[Operation]
+    ends: Sequence[int]
+
+    @property
+    def weight(self) -> int:
+        """What it keeps alive, in page ids; an operation counts as much as a few of them."""
+        return int(self.pages.shape[0]) + 32 * len(self.operations)
+
+
 class Journal:
     """The last operations, newest last; bounded in operations and in the page ids held."""
 
     def __init__(
         self, max_operations: int = MAX_OPERATIONS, max_held_pages: int = MAX_HELD_PAGES
     ) -> None:
-        self._operations: deque[Operation] = deque()
-        self._max_operations = max_operations
+        self._operations: deque[Operation] = deque(maxlen=max_operations)
+        self._touches: deque[Touch] = deque()
         self._max_held = max_held_pages
         self._held = 0
 
     def open(self, serial: int, name: str, caller: FrameType) -> Operation:
         """Start the record of one operation; ``caller`` is the frame that called the allocator."""
         operation = Operation(serial, name, _acting_for.get(), caller.f_code, caller.f_lineno)
-        operations = self._operations
-        operations.append(operation)
-        if len(operations) > self._max_operations:
-            self._drop_oldest()
+        self._operations.append(operation)
         return operation
 
-    def touch(self, operation: Operation, verb: str, pool: str, pages: torch.Tensor) -> None:
-        """Note that ``operation`` did ``verb`` to ``pages`` (int64 page ids) of ``pool``."""
-        operation.touched.append((verb, pool, pages))
-        self._held += pages.numel()
-        while self._held > self._max_held and len(self._operations) > 1:
-            self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
-        for _, _, pages in self._operations.popleft().touched:
-            self._held -= pages.numel()
+    def touch(
+        self,
+        verb: str,
+        pool: str,
+        pages: torch.Tensor,
+        operations: Sequence[Operation],
+        ends: Sequence[int],
+    ) -> None:
+        """Note that ``operations`` did ``verb`` to their parts of ``pages``; see ``Touch``."""
+        touch = Touch(verb, pool, pages, operations, ends)
+        self._touches.append(touch)
+        self._held += touch.weight
+        while self._held > self._max_held and len(self._touches) > 1:
+            self._held -= self._touches.popleft().weight
 
     def history(self, pool: str, page: int, limit: int = 6) -> list[str]:
         """The last operations on one page, newest first. Reads the device: for reports only."""
-        lines: list[str] = []
-        for operation in reversed(self._operations):
-            for verb, pool_name, pages in reversed(operation.touched):
-                if pool_name == pool and bool((pages == page).any()):
-                    lines.append(f"{verb} by {operation}")
-                    if len(lines) == limit:
-                        return lines
-        return lines
+        found: dict[tuple[int, str], str] = {}
+        for touch in reversed(self._touches):
+            if touch.pool != pool:
+                continue
+            if len(found) >= limit:
+                break
+            for position in (touch.pages == page).nonzero().reshape(-1).tolist():
+                operation = touch.operations[bisect_right(touch.ends, position)]
+                found[operation.serial, touch.verb] = f"{touch.verb} by {operation}"
+        # Of one operation the free comes after the allocation.
+        return [found[key] for key in sorted(found, reverse=True)[:limit]]
 
     def find(self, serial: int) -> Operation | None:
         """The operation with this serial, or None where it has left the journal."""

@@ -16,6 +16,8 @@ from hicache_guard.core.undo import UndoLogs
 
 #: Added to the serial of a free. Serials stay below it; see ``rebase``.
 FREED = 1 << 30
+#: Elements of a count that is kept instead of being made anew for each check.
+_ORDER = 1 << 16
 
 
 class PageLedger:
@@ -32,6 +34,9 @@ class PageLedger:
         self.pages = pages
         self.page_size = page_size
         self.outside = pages + 1  # stands for every page beyond the pool; never live
+        # A shift costs a tenth of a division; page sizes are powers of two in practice.
+        self._shift = page_size.bit_length() - 1 if page_size & (page_size - 1) == 0 else None
+        self._order = torch.arange(0, dtype=torch.int32, device=device)
         self._undo = undo
         self.born = torch.full((pages + 2,), FREED, dtype=torch.int32, device=device)
         self._claims = torch.zeros(pages + 2, dtype=torch.int32, device=device)
@@ -48,7 +53,15 @@ class PageLedger:
         slots = slots.to(torch.int64)
         if self.page_size == 1:
             return slots.clamp(0, self.outside)
+        if self._shift is not None:
+            return (slots >> self._shift).clamp_(0, self.outside)
         return slots.div(self.page_size, rounding_mode="floor").clamp_(0, self.outside)
+
+    def inside_page(self, slots: torch.Tensor) -> torch.Tensor:
+        """Mask (bool) of the slots (int64) that are not the first of their page."""
+        if self._shift is not None:
+            return slots & (self.page_size - 1) != 0
+        return slots % self.page_size != 0
 
     def generations(self, pages: torch.Tensor) -> torch.Tensor:
         """Generations (int32) of page ids in 0..``outside``."""
@@ -65,16 +78,55 @@ class PageLedger:
         else:
             self.born.scatter_(0, pages, serial)
 
-    def release(self, pages: torch.Tensor, serial: int) -> None:
-        """End the generation of ``pages`` (int64 page ids in 0..``outside``)."""
+    def hand_out_slots(self, slots: torch.Tensor, serial: int | torch.Tensor) -> torch.Tensor:
+        """Start a new generation of the pages that begin in ``slots`` (int64), in one operation.
+
+        A page is handed out from its first slot on, so the slots that an allocation returns name
+        each page that it took by that slot. Returns the page of each slot, ``outside`` for others.
+        """
+        pages = self.pages_of(slots)
+        if self.page_size > 1:
+            pages.masked_fill_(self.inside_page(slots), self.outside)
+        self.hand_out(pages, serial)
+        self.born[self.outside :].fill_(FREED)
+        return pages
+
+    def release(self, pages: torch.Tensor, serial: int | torch.Tensor) -> None:
+        """End the generation of ``pages`` (int64 page ids in 0..``outside``); as ``hand_out``."""
         self._undo.save(self.born, pages)
-        self.born.index_fill_(0, pages, FREED | serial)
+        if isinstance(serial, int):
+            self.born.index_fill_(0, pages, FREED | serial)
+        else:
+            self.born.scatter_(0, pages, serial | FREED)
 
     def repeated(self, pages: torch.Tensor) -> torch.Tensor:
         """Mask (bool) of all but one occurrence of each page id in ``pages``."""
-        order = torch.arange(pages.numel(), dtype=torch.int32, device=pages.device)
+        order, claimed = self._claim(pages)
+        return claimed != order
+
+    def _claim(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Let each position claim its page; returns the positions and who holds each page now."""
+        count = pages.shape[0]
+        if count > _ORDER:
+            order = torch.arange(count, dtype=torch.int32, device=pages.device)
+        else:
+            if count > self._order.shape[0]:
+                self._order = torch.arange(_ORDER, dtype=torch.int32, device=pages.device)
+            order = self._order[:count]
         self._claims.scatter_(0, pages, order)
-        return self._claims.index_select(0, pages) != order
+        return order, self._claims.index_select(0, pages)
+
+    # Of many slots that are nearly always in order only "is any of them not?" is asked first. A
+    # difference and its largest element cost a fourth of a comparison and a count of its mask.
+
+    def any_dead(self, pages: torch.Tensor) -> torch.Tensor:
+        """Whether (0-dim bool) one of ``pages`` (int64, not empty) is not live."""
+        return self.generations(pages).max() >= FREED
+
+    def any_repeated(self, pages: torch.Tensor) -> torch.Tensor:
+        """Whether (0-dim bool) one of ``pages`` (int64, not empty) is named twice."""
+        order, claimed = self._claim(pages)
+        return any_differs(claimed, order)
 
     def later_part(self, slots: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """Mask (bool) of slots that look like the rest of a page freed in parts earlier.
@@ -124,9 +176,14 @@ class PageLedger:
     def rebase(self, shift: int) -> None:
         """Subtract ``shift`` from every serial, once in 2**30 operations; none falls below 1."""
         freed = self.born & FREED
-        self.born = ((self.born & (FREED - 1)) - shift).clamp_(min=1) | freed
+        self.born.copy_(((self.born & (FREED - 1)) - shift).clamp_(min=1) | freed)
 
     def nbytes(self) -> int:
         """Bytes of device memory held."""
         held = [self.born, self._claims] + ([self._named] if self._named is not None else [])
         return sum(tensor.nbytes for tensor in held)
+
+
+def any_differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Whether (0-dim bool) two integer tensors of one shape, not empty, differ anywhere."""
+    return (one - other).abs_().max() > 0

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import torch
 
-from hicache_guard.core.ledger import FREED, PageLedger
+from hicache_guard.core.ledger import FREED, PageLedger, any_differs
 from hicache_guard.core.undo import UndoLogs
 
 
@@ -102,6 +102,19 @@ class WindowMap:
         same_full = (stamp >= born) | (born >= FREED)
         owned = self.owner.index_select(0, window.clamp(0, self.owner.numel() - 1)) == full
         return (window == 0) | (window_live & same_full & owned)
+
+    def any_unproved(self, full: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+        """Whether (0-dim bool) one of the entries ``full[i] -> window[i]`` is empty or not proved.
+
+        As ``proved``, for many entries (not empty, within range) that nearly always are.
+        """
+        stamp = self.stamp.index_select(0, full)
+        window_age = stamp - self._window.generations(self._window.pages_of(window))
+        born = self._full.generations(self._full.pages_of(full))
+        born &= (born >> 30) - 1  # 0 where the full page is free already: that disproves nothing
+        age = torch.minimum(window_age, stamp - born).min()
+        owner = self.owner.index_select(0, window)
+        return (age < 0) | any_differs(owner, full.to(torch.int32))
 
     def aliases(self, full: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
         """The full slots (int64) that own ``window`` now and are not ``full``; 0 where none."""

@@ -89,7 +89,10 @@ def has_open_group(allocator: Any) -> bool:
 
 def raw_free(pool: Any) -> list[int]:
     """Page ids in every container of a free list, as they lie there now."""
-    held = vars(pool)
+    held = dict(vars(pool))
+    hidden = getattr(held.get("_hicache_guard_link"), "hidden", None)
+    if hidden is not None:  # taken out of sight while pages are held back
+        held.setdefault("free_pages", hidden)
     pages: list[int] = []
     for name in _LISTS:
         if held.get(name) is not None:

@@ -11,7 +11,7 @@ import torch
 from hicache_guard.adapters.hooks import install, uninstall
 from hicache_guard.core.syncs import SyncCounter
 from hicache_guard.repro import pools
-from real.delayed import Withheld, withhold
+from real.delayed import Withheld, as_on_a_device, withhold
 from real.driver import Pair
 
 Step = tuple[str, Callable[[], Any]]
@@ -107,6 +107,7 @@ def count() -> list[dict[str, Any]]:
             pair = Pair(
                 mode, page_size=size, full_pages=60, window_pages=50, need_sort=False, twin=True
             )
+            as_on_a_device(pair)
             uninstall()
             bare = _counted(pair.plain, size)
             install(mode, on_report=pair.reports.append)
