@@ -145,7 +145,7 @@ def alloc_extend_swa_tail(
         full = allocate(link, lambda: original(allocator, *args, swa_tail_len), None)
         if full is not None:
             mapped = 0 if link.captured_window is None else link.captured_window.shape[0]
-            guard.check_unmapped(full[: full.shape[0] - mapped].to(torch.int64))
+            guard.check_unmapped(full[: full.shape[0] - mapped].to(torch.int64, copy=True))
         return full
 
 
@@ -248,7 +248,7 @@ def _allocate_at_once(link: AllocatorLink, call: Callable[[], Any], after: Last 
     suspect = False
     if after is not None:
         continues = (after.before() % guard.page_size != 0) & (after.slots >= 0)
-        suspect = guard.check_continued(after.slots.to(torch.int64), continues) != 0
+        suspect = guard.check_continued(after.slots.to(torch.int64, copy=True), continues) != 0
     before = [pool.count_free() for pool in link.pools]
     full = call()
     if full is None:
@@ -264,8 +264,8 @@ def _map_fresh(link: AllocatorLink, full: torch.Tensor, *, suspect: bool) -> Non
     window = link.captured_window
     if window is None or window.numel() == 0:
         return
-    rows = full[full.shape[0] - window.shape[0] :].to(torch.int64)
-    slots = window.to(torch.int64)
+    rows = full[full.shape[0] - window.shape[0] :].to(torch.int64, copy=True)
+    slots = window.to(torch.int64, copy=True)
     if suspect:
         slots = link.guard.reject_dead_targets(slots)
         link.guard.map.mapping.index_copy_(0, rows, slots)
@@ -293,7 +293,7 @@ def _free_both(original: Method, name: str, *, segment: bool) -> Method:
             _note_free(original, link, name, free_index, full=True, window=True, where=where)
             return
         with link.operation(name):
-            slots = free_index.to(torch.int64)
+            slots = free_index.to(torch.int64, copy=True)
             vetted = guard.vet_slots(slots, segment=segment)
             safe = _without_bad(link, free_index, vetted)
             guard.note_named(slots, vetted.bad, segment=segment)
@@ -336,7 +336,7 @@ def _free_window(original: Method, name: str, *, segment: bool) -> Method:
             _note_free(original, link, name, free_index, full=False, window=True, where=where)
             return
         with link.operation(name):
-            slots = free_index.to(torch.int64)
+            slots = free_index.to(torch.int64, copy=True)
             vetted = guard.vet_rows(slots, must_be_mapped=_as_it_reads(link, segment))
             safe = _without_bad(link, free_index, vetted)
             if safe.numel():
@@ -507,7 +507,7 @@ def _free_full_only(original: Method, name: str, *, segment: bool) -> Method:
             _note_free(original, link, name, free_index, full=True, window=False, where=where)
             return
         with link.operation(name):
-            slots = free_index.to(torch.int64)
+            slots = free_index.to(torch.int64, copy=True)
             vetted = guard.vet_slots(slots, segment=segment)
             live, count = guard.check_peers_released(torch.where(vetted.bad, 0, slots))
             safe = _without_bad(link, free_index, vetted)
@@ -565,7 +565,7 @@ def _set_mapping(original: Method) -> Method:
             return
         with link.operation("set_full_to_swa_mapping"):
             written = link.guard.check_mapping_write(
-                full_indices.to(torch.int64), swa_indices.to(torch.int64)
+                full_indices.to(torch.int64, copy=True), swa_indices.to(torch.int64, copy=True)
             )
             original(allocator, full_indices, written.to(swa_indices.dtype))
 

@@ -283,7 +283,7 @@ def _release(
             distinct=distinct,
             padding_expected=owner.padding_expected,
         )
-    slots = (items * ledger.page_size if are_pages else items).to(torch.int64)
+    slots = (items * ledger.page_size if are_pages else items).to(torch.int64, copy=True)
     if ledger is guard.full and not owner.vetting:
         guard.note_full_only(slots)
     if guard.mode is not Mode.ENFORCE:

@@ -433,7 +433,7 @@ class PoolGuard:
         ``distinct`` for a release that does not remove duplicates itself. With ``padding_expected``
         page 0 is bad but not counted: the fault that brought it here was counted already.
         """
-        slots = (items * ledger.page_size if pages else items).to(torch.int64)
+        slots = (items * ledger.page_size if pages else items).to(torch.int64, copy=True)
         return self._vet(
             ledger, slots, ledger.pages_of(slots), distinct=distinct, silent=padding_expected
         )
