@@ -455,7 +455,7 @@ def _free_full_only(
     **where: int,
 ) -> None:
     link = link_of(allocator)
-    if link is None or link.vetting or free_index.numel() == 0:
+    if link is None or link.vetting or free_index.numel() == 0 or _queued(link, allocator, name):
         original(allocator, free_index, **where)
         return
     guard = link.guard

@@ -208,6 +208,7 @@ class Snapshot:
         "free_page_reps_group",
         "swa_free_group",
         "swa_page_ids_group",
+        "full_free_group",
     )
 
     def __init__(self, link: AllocatorLink) -> None:
