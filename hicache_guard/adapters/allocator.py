@@ -493,6 +493,8 @@ def free_group_end(original: Method, allocator: Any) -> None:
         original(allocator)
         return
     with link.operation("free_group_end", settle=False):
+        link.guard.backlog.group_ends()
+        link.ending = True
         if link.release.deferred_frees:
             original(allocator)  # the frees that were queued are made, and checked, now
             return

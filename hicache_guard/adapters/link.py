@@ -48,6 +48,7 @@ class AllocatorLink:
     ``vetting``: a public free whose arguments were checked or noted runs. ``eager``: all parts of
     that free were checked at once. ``padding_expected``: page 0 may reach a free list through a
     fault that was counted already. ``trusted_writer``: a known writer of the bare mapping runs.
+    ``ending``: a group ends, and the pools receive what it queued after it was checked.
     ``counting``: free pages are only counted. ``taking``: a hybrid allocation runs whose outcome is
     noted at its end. ``captured_window``: the window slots that the running allocation took.
     ``captured_last``: the translation of the slots that it continues after. ``queued``: window
@@ -67,6 +68,7 @@ class AllocatorLink:
         self.captured_last: torch.Tensor | None = None
         self.trusted_writer = False
         self.counting = False
+        self.ending = False
         self.eager = False
         self.queued: list[tuple[torch.Tensor, torch.Tensor]] = []
         _links.add(self)
@@ -156,7 +158,7 @@ class Running:
             if raised:
                 self._before.put_back()
                 self._log.roll_back()
-        link.vetting = link.padding_expected = link.eager = link.taking = False
+        link.vetting = link.padding_expected = link.eager = link.taking = link.ending = False
         link.vetted = link.captured_window = link.captured_last = None
         guard.operation = None
         guard.map.acknowledge()

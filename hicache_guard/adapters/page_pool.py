@@ -289,7 +289,7 @@ def _release(
     owner, ledger = link.owner, link.ledger
     guard = owner.guard
     if guard.lazy and distinct and not owner.eager:
-        direct = not owner.vetting
+        direct = not (owner.vetting or owner.ending)
         kept = items if are_pages else items.clone()  # slots may be the caller's own tensor
         guard.backlog.hold(Held(guard.current, ledger, kept, are_pages, direct, invoke))
         if guard.mode is not Mode.ENFORCE:

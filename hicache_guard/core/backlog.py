@@ -201,7 +201,13 @@ class Backlog:
 
     def vouch(self, ledger: PageLedger, pages: torch.Tensor) -> None:
         """``pages`` (int64) were checked already and are queued for release with what is noted."""
-        self._vouched.append((ledger, pages))
+        if self._guard.lazy:  # else each release is checked when it comes
+            self._vouched.append((ledger, pages))
+
+    def group_ends(self) -> None:
+        """What an open group queued comes now: frees still noted are checked together with it."""
+        for note in self._frees:
+            note.queued = False
 
     def settle(self, *, wait: bool = True) -> bool:
         """Run the checks that are due; returns whether nothing is left to do.

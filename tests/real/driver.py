@@ -31,6 +31,7 @@ _GROUPS = (
     "free_page_ids_group",
     "swa_free_group",
     "swa_page_ids_group",
+    "full_free_group",
 )
 
 
