@@ -117,6 +117,6 @@ def environment(tree: Path) -> dict[str, str]:
     keep["PYTHONDONTWRITEBYTECODE"] = "1"
     keep["PYTHONWARNINGS"] = "ignore"
     keep["HF_HUB_OFFLINE"] = "1"
-    # Up to 0.5.18 page allocation is a Triton kernel; interpreted, it runs on a CPU.
+    # Up to 0.5.21 page allocation is a Triton kernel; interpreted, it runs on a CPU.
     keep["TRITON_INTERPRET"] = "1"
     return keep
