@@ -680,7 +680,7 @@ class PoolMachine(RuleBasedStateMachine):
     def recover_with_locked_full(self, kept: int, pages: int) -> None:
         """A tree keeps a locked row that was evicted, and gives it a newer row's window pages."""
         size = self.page_size
-        rows = [request for request in self.requests if request.evicted >= pages * size]
+        rows = [r for r in self.requests if r.evicted >= pages * size and not r.evicted % size]
         if not rows or not self.room(pages, pages) or self.oracle.group:
             return
         old, new = rows[kept % len(rows)], self.new_request()
