@@ -20,7 +20,10 @@ from hicache_guard.core.errors import ConfigError
 HOME_VAR = "HICACHE_GUARD_HOME"
 
 #: Releases that the catalogue is run on; each is described in ``adapters.releases``.
-SUPPORTED = ("0.5.12", "0.5.12.post1", "0.5.13", "0.5.15", "0.5.18", "0.5.23")
+SUPPORTED = (
+    "0.5.12", "0.5.12.post1", "0.5.13", "0.5.13.post1", "0.5.14", "0.5.15", "0.5.15.post1",
+    "0.5.16", "0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23",
+)  # fmt: skip
 
 
 def home() -> Path:
@@ -114,6 +117,6 @@ def environment(tree: Path) -> dict[str, str]:
     keep["PYTHONDONTWRITEBYTECODE"] = "1"
     keep["PYTHONWARNINGS"] = "ignore"
     keep["HF_HUB_OFFLINE"] = "1"
-    # Up to 0.5.18 page allocation is a Triton kernel; interpreted, it runs on a CPU.
+    # Up to 0.5.21 page allocation is a Triton kernel; interpreted, it runs on a CPU.
     keep["TRITON_INTERPRET"] = "1"
     return keep

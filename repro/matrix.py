@@ -26,6 +26,9 @@ from hicache_guard.repro.titles import TITLES
 
 MODES = ("off", "observe", "enforce", "strict")
 
+#: Releases side by side in one table: as many as 80 columns hold.
+_PER_TABLE = 6
+
 
 @dataclass
 class Cell:
@@ -133,20 +136,25 @@ def table(cells: Sequence[Cell]) -> Group:
     releases = [
         release for release in checkouts.SUPPORTED if any(c.release == release for c in cells)
     ]
-    drawn = Table(title="Fault catalogue on real SGLang: unguarded → with the guard")
-    drawn.add_column("case", no_wrap=True)
-    for release in releases:
-        drawn.add_column(release.replace("0.5.12.post", ".post"), no_wrap=True)
     shown = [case for case in UNGUARDED if any(cell.case == case for cell in cells)]
-    for case in shown:
-        row = {cell.release: cell for cell in cells if cell.case == case}
-        drawn.add_row(case, *(_cell_text(row.get(release)) for release in releases))
+    parts = []
+    for start in range(0, len(releases), _PER_TABLE):
+        title = "Fault catalogue on real SGLang: unguarded → with the guard" if not start else None
+        drawn = Table(title=title)
+        drawn.add_column("case", no_wrap=True)
+        columns = releases[start : start + _PER_TABLE]
+        for release in columns:
+            drawn.add_column(release.replace(".post", ".p"), no_wrap=True)
+        for case in shown:
+            row = {cell.release: cell for cell in cells if cell.case == case}
+            drawn.add_row(case, *(_cell_text(row.get(release)) for release in columns))
+        parts.append(drawn)
     legend = Table.grid(padding=(0, 1))
     for case in shown:
         legend.add_row(case, TITLES[case])
     for sign, meaning in _SIGNS.items():
         legend.add_row(sign, meaning, style="dim")
-    return Group(drawn, legend)
+    return Group(*parts, legend)
 
 
 _SIGNS = {

@@ -36,6 +36,38 @@ def group_of_whole_and_partial_frees(pool: Any) -> None:
     pool.free_group_end()
 
 
+def group_of_window_and_full_frees(pool: Any) -> None:
+    """Both sides leave in one group by themselves, beside rows that leave whole."""
+    first, second, third = _rows(pool, 8, 8, 4)
+    pool.free_group_begin()
+    pool.free_swa(first[:4])
+    getattr(pool, "free_full", pool.free)(first[:4])
+    pool.free(second)
+    pool.free(first[4:])
+    (fourth,) = _rows(pool, 4)
+    pool.free_group_end()
+    pool.free(fourth)
+    pool.free(third)
+
+
+def tombstone_recovered_in_a_group(pool: Any) -> None:
+    """A group that window slots leave is still open when their row is mapped again."""
+    if not hasattr(pool, "clear_full_to_swa_mapping"):
+        return  # the release frees what the entry leads to when the group ends: fault S2
+    (kept,) = _rows(pool, 8)
+    pool.free_group_begin()
+    pool.free_swa(kept)
+    (incoming,) = _rows(pool, 8)
+    window = pool.translate_loc_from_full_to_swa(incoming).to(torch.int64)
+    pool.set_full_to_swa_mapping(kept, window)
+    pool.clear_full_to_swa_mapping(incoming)
+    pool.free_full(incoming)
+    pool.free_group_end()
+    (other,) = _rows(pool, 8)
+    pool.free(other)
+    pool.free(kept)
+
+
 def unaligned_tail_never_named_again(pool: Any) -> None:
     for _ in range(6):
         (row,) = _rows(pool, 7)
@@ -118,6 +150,8 @@ def clear_and_start_again(pool: Any) -> None:
 
 SEQUENCES: tuple[Callable[[Any], None], ...] = (
     group_of_whole_and_partial_frees,
+    group_of_window_and_full_frees,
+    tombstone_recovered_in_a_group,
     unaligned_tail_never_named_again,
     full_side_first_window_side_next,
     window_leaves_before_the_request_ends,

@@ -34,28 +34,40 @@ class Rules:
 
     ``whole_pages``: a window free reads and clears the entries of every page that it touches.
     ``segments``: window frees follow an entry even where it holds nothing (segments, and slots of
-    one-slot pages). ``deferred``: frees that an open group only queues. ``tail_cleared``: a
-    preallocation with a window tail clears the entries of the rest.
+    one-slot pages). ``deferred``: frees that an open group only queues. ``waits``: what an open group
+    does not queue is judged at once and reaches the pools when it ends. ``alone``: the full side has
+    a free of its own. ``tail_cleared``: a preallocation with a window tail clears the entries of the
+    rest.
     """
 
     page_size: int
     whole_pages: bool
     segments: bool
     deferred: frozenset[str]
+    waits: bool
+    alone: bool
     tail_cleared: bool
 
     @classmethod
     def of(cls, version: str, page_size: int) -> Rules:
         """The rules of one release."""
-        order = ("0.5.12", "0.5.12.post1", "0.5.13", "0.5.15", "0.5.18", "0.5.23")
-        age = order.index(version)
-        queued = {0: ("free",), 1: ("free", "free_swa"), 2: ()}[(age >= 4) + (age >= 5)]
+        order = (
+            "0.5.12", "0.5.12.post1", "0.5.13", "0.5.13.post1", "0.5.14", "0.5.15", "0.5.15.post1",
+            "0.5.16", "0.5.17", "0.5.18", "0.5.19", "0.5.20", "0.5.21", "0.5.22", "0.5.23",
+        )  # fmt: skip
+
+        def since(first: str) -> bool:
+            return order.index(version) >= order.index(first)
+
+        queued = {"0.5.18": ("free", "free_swa"), "0.5.19": ("free", "free_full")}
         return cls(
             page_size,
-            whole_pages=age >= 3,
-            segments=age >= 5,
-            deferred=frozenset(queued),
-            tail_cleared=age >= 1,
+            whole_pages=since("0.5.14"),
+            segments=since("0.5.20"),
+            deferred=frozenset(queued.get(version, () if since("0.5.20") else ("free",))),
+            waits=since("0.5.19"),
+            alone=since("0.5.19"),
+            tail_cleared=since("0.5.12.post1"),
         )
 
 
@@ -386,7 +398,7 @@ class Oracle:
         if plan.alone:
             self.alone |= set(self.rows_of(plan.full))
         self.unmap(plan.cleared)
-        if self.group and not self.rules.deferred:
+        if self.group and self.rules.waits:
             self.transit["full"] |= plan.full
             self.transit["window"] |= plan.window
             if plan.exactly:
@@ -441,7 +453,7 @@ class Oracle:
         self.transit = {"full": set(), "window": set()}
         self.queued_exactly.clear()
         due = []
-        for name in ("free", "free_swa"):
+        for name in ("free", "free_swa", "free_full"):
             joined = [slot for kind, slots in queue if kind == name for slot in slots]
             if joined:
                 due.append((name, joined))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import pytest
 
 from hicache_guard import checkouts
+from hicache_guard.adapters.releases import RELEASES
 from hicache_guard.repro import matrix
 from hicache_guard.repro.catalogue import UNGUARDED
 from hicache_guard.repro.titles import TITLES
@@ -29,6 +30,7 @@ def test_every_case_on(release: str) -> None:
 def test_every_case_has_a_title_and_an_expectation_for_every_release() -> None:
     assert set(TITLES) == set(UNGUARDED)
     assert all(set(row) == set(checkouts.SUPPORTED) for row in UNGUARDED.values())
+    assert tuple(RELEASES) == checkouts.SUPPORTED
 
 
 def test_matrix_calls_a_cell_wrong() -> None:

@@ -499,7 +499,12 @@ def _free_full_only(original: Method, name: str, *, segment: bool) -> Method:
 
     def hooked(allocator: Any, free_index: torch.Tensor, **where: int) -> None:
         link = link_of(allocator)
-        if link is None or link.vetting or not free_index.shape[0]:
+        if (
+            link is None
+            or link.vetting
+            or not free_index.shape[0]
+            or _queued(link, allocator, name)
+        ):
             original(allocator, free_index, **where)
             return
         guard = link.guard
@@ -545,6 +550,8 @@ def free_group_end(original: Method, allocator: Any) -> None:
         original(allocator)
         return
     with link.operation("free_group_end", settle=False):
+        link.guard.backlog.group_ends()
+        link.ending = True
         if link.release.deferred_frees:
             original(allocator)  # the frees that were queued are made, and checked, now
             return

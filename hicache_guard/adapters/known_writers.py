@@ -1,6 +1,6 @@
 """SGLang code that writes the bare mapping instead of calling an allocator method.
 
-0.5.15 and 0.5.18 move a window slot to another full slot by ``set_full_to_swa_mapping`` and then
+0.5.15 to 0.5.18 move a window slot to another full slot by ``set_full_to_swa_mapping`` and then
 zero the old entry directly. While such code runs, a write that no seam saw needs no taking stock:
 it writes zeros, and "no window slot" is always true.
 """

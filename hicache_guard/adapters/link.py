@@ -49,8 +49,9 @@ class AllocatorLink:
     ``vetting``: a public free whose arguments were checked or noted runs. ``eager``: all parts of
     that free were checked at once. ``padding_expected``: page 0 may reach a free list through a
     fault that was counted already. ``trusted_writer``: a known writer of the bare mapping runs.
-    ``taking``: a hybrid allocation runs whose outcome is noted at its end. ``captured_window``: the
-    window slots that the running allocation took. ``captured_last``: the translation of the slots
+    ``ending``: a group ends, and the pools receive what it queued after it was checked. ``taking``:
+    a hybrid allocation runs whose outcome is noted at its end. ``captured_window``: the window
+    slots that the running allocation took. ``captured_last``: the translation of the slots
     that it continues after. ``queued``: window frees that wait for their group to end, as (full
     slots, what their entries held when queued).
     """
@@ -68,6 +69,7 @@ class AllocatorLink:
         self.captured_last: torch.Tensor | None = None
         self.trusted_writer = False
         self.eager = False
+        self.ending = False
         self.queued: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.taking = False
         _links.add(self)
@@ -112,7 +114,7 @@ class AllocatorLink:
 
     def close(self) -> None:
         """Forget what the operation left to its inner calls, and take its outcome as seen."""
-        self.vetting = self.padding_expected = self.eager = self.taking = False
+        self.vetting = self.padding_expected = self.eager = self.taking = self.ending = False
         self.vetted = self.captured_window = self.captured_last = None
         self.guard.end()
         self._see_lists()
@@ -302,6 +304,7 @@ class Snapshot:
         "free_page_reps_group",
         "swa_free_group",
         "swa_page_ids_group",
+        "full_free_group",
     )
 
     def __init__(self, link: AllocatorLink) -> None:

@@ -199,7 +199,22 @@ def free(original: Method, pool: Any, free_index: torch.Tensor) -> None:
         return
     distinct = pool.page_size == 1
     with link.owner.operation(f"{link.ledger.name}_pool.free", settle=not distinct):
-        _release(link, free_index, lambda items: original(pool, items), False, distinct)
+        _release(
+            link, free_index, lambda items: _outside_group(original, pool, items), False, distinct
+        )
+
+
+def _outside_group(original: Method, pool: Any, items: torch.Tensor) -> None:
+    """Let slots into the free list now: freed before a group was opened, they are none of it."""
+    state = vars(pool)
+    name, closed = ("free_group", None)
+    if "is_not_in_free_group" in state:
+        name, closed = ("is_not_in_free_group", True)
+    group, state[name] = state[name], closed
+    try:
+        original(pool, items)
+    finally:
+        state[name] = group
 
 
 def free_segment(original: Method, pool: Any, free_index: torch.Tensor, *, start_pos: int) -> None:
@@ -266,7 +281,7 @@ def _release(
     owner, ledger = link.owner, link.ledger
     guard = owner.guard
     if guard.lazy and distinct and not owner.eager:
-        direct = not owner.vetting
+        direct = not (owner.vetting or owner.ending)
         kept = items if are_pages else items.clone()  # slots may be the caller's own tensor
         guard.backlog.hold(Held(guard.current, ledger, kept, are_pages, direct, invoke))
         if guard.mode is not Mode.ENFORCE:

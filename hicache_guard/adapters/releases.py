@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _MEM = "sglang.srt.mem_cache"
+_HYBRID = "SWATokenToKVPoolAllocator"
+_BASE = "BaseTokenToKVPoolAllocator"
 
 
 @dataclass(frozen=True)
@@ -85,11 +87,11 @@ def _seams(
     """
     swa, base_home, paged_home, token_home = homes
     hybrid = ("__init__", *_ALLOCATIONS, "alloc_extend_swa_tail", "free", "free_swa", "clear")
-    grouped = {"SWATokenToKVPoolAllocator": swa, "BaseTokenToKVPoolAllocator": base_home}
+    grouped = {_HYBRID: swa, _BASE: base_home}
     return (
-        Seam(swa, "SWATokenToKVPoolAllocator", "allocator", (*hybrid, *allocator)),
+        Seam(swa, _HYBRID, "allocator", (*hybrid, *allocator)),
         Seam(grouped[group], group, "allocator", ("free_group_end",)),
-        Seam(base_home, "BaseTokenToKVPoolAllocator", "page_pool", base),
+        Seam(base_home, _BASE, "page_pool", base),
         Seam(
             paged_home, "PagedTokenToKVPoolAllocator", "page_pool", (*_ALLOCATIONS, "clear", *paged)
         ),
@@ -113,109 +115,118 @@ _SINCE_13 = (
 _PURE_WINDOW = (Seam(_SINCE_13[0], "PureSWATokenToKVPoolAllocator", "pure_window", ("__init__",)),)
 
 
-def _until_15(homes: tuple[str, str, str, str]) -> tuple[Seam, ...]:
+def _until_16(homes: tuple[str, str, str, str], *more: str) -> tuple[Seam, ...]:
     return _seams(
         homes,
-        allocator=("set_full_to_swa_mapping", *_STATE),
+        allocator=("set_full_to_swa_mapping", *_STATE, *more),
         base=("free_pages", "merge_and_sort_free", "restore_state"),
         paged=("free",),
-        group="BaseTokenToKVPoolAllocator",
+        group=_BASE,
+    )
+
+
+def _17_to_19(group: str, *more: str) -> tuple[Seam, ...]:
+    """Page ids enter the free list at one method; state is no longer backed up."""
+    return _seams(
+        _SINCE_13,
+        allocator=("set_full_to_swa_mapping", "resize", *more),
+        base=("free_pages", "merge_and_sort_free"),
+        paged=("_release_page_ids", "free", "free_segment"),
+        group=group,
+    )
+
+
+#: Row segments are freed without asking which pages they touch; freed pages wait in stages.
+_SINCE_20 = (
+    *_seams(
+        _SINCE_13,
+        allocator=(
+            "set_full_to_swa_mapping",
+            "clear_full_to_swa_mapping",
+            "resize",
+            *_SEGMENTS,
+        ),
+        base=("free_pages", "merge_and_sort_free"),
+        paged=(
+            "_release_page_ids",
+            "free",
+            "free_segment",
+            "merge_and_sort_free",
+        ),
+        group=_HYBRID,
+    ),
+    *_PURE_WINDOW,
+)
+
+
+def _writers(component_module: str, component_method: str) -> tuple[Seam, ...]:
+    """The legacy and the unified tree's recovery of a tombstone, where they write the mapping."""
+    return (
+        Seam(
+            f"{_MEM}.swa_radix_cache",
+            "SWARadixCache",
+            "known_writers",
+            ("_recover_tombstone_keeping_locked_full",),
+        ),
+        Seam(f"{_MEM}.{component_module}", "SWAComponent", "known_writers", (component_method,)),
+    )
+
+
+_WRITERS_15_16 = _writers(
+    "unified_cache_components.swa_component", "_restore_device_value_with_locked_full"
+)
+_WRITERS_17_18 = _writers("unified_cache.components.swa_component", "apply_component_action")
+
+_FREE = frozenset({"free"})
+
+
+def _alike(
+    versions: tuple[str, ...],
+    seams: tuple[Seam, ...],
+    *,
+    deferred_frees: frozenset[str] = _FREE,
+    frees_whole_pages: bool = True,
+    segment_frees: bool = False,
+) -> tuple[Release, ...]:
+    """Releases whose seams are the same and behave the same."""
+    return tuple(
+        Release(version, seams, deferred_frees, frees_whole_pages, segment_frees)
+        for version in versions
     )
 
 
 RELEASES: dict[str, Release] = {
     release.version: release
     for release in (
-        Release(
-            "0.5.12",
-            (*_until_15(_BEFORE_13), *_REMEMBERED_TRANSLATIONS),
-            deferred_frees=frozenset({"free"}),
+        *_alike(
+            ("0.5.12", "0.5.12.post1"),
+            (*_until_16(_BEFORE_13), *_REMEMBERED_TRANSLATIONS),
             frees_whole_pages=False,
         ),
-        Release(
-            "0.5.12.post1",
-            (*_until_15(_BEFORE_13), *_REMEMBERED_TRANSLATIONS),
-            deferred_frees=frozenset({"free"}),
-            frees_whole_pages=False,
+        *_alike(("0.5.13", "0.5.13.post1"), _until_16(_SINCE_13), frees_whole_pages=False),
+        *_alike(("0.5.14",), _until_16(_SINCE_13)),
+        *_alike(
+            ("0.5.15", "0.5.15.post1"), (*_until_16(_SINCE_13), *_PURE_WINDOW, *_WRITERS_15_16)
         ),
-        Release(
-            "0.5.13",
-            _until_15(_SINCE_13),
-            deferred_frees=frozenset({"free"}),
-            frees_whole_pages=False,
-        ),
-        Release(
-            "0.5.15",
-            (
-                *_until_15(_SINCE_13),
-                *_PURE_WINDOW,
-                Seam(
-                    f"{_MEM}.swa_radix_cache",
-                    "SWARadixCache",
-                    "known_writers",
-                    ("_recover_tombstone_keeping_locked_full",),
-                ),
-                Seam(
-                    f"{_MEM}.unified_cache_components.swa_component",
-                    "SWAComponent",
-                    "known_writers",
-                    ("_restore_device_value_with_locked_full",),
-                ),
-            ),
-            deferred_frees=frozenset({"free"}),
-            frees_whole_pages=True,
-        ),
-        Release(
-            "0.5.18",
-            (
-                *_seams(
-                    _SINCE_13,
-                    allocator=("set_full_to_swa_mapping", "resize"),
-                    base=("free_pages", "merge_and_sort_free"),
-                    paged=("_release_page_ids", "free", "free_segment"),
-                    group="SWATokenToKVPoolAllocator",
-                ),
-                *_PURE_WINDOW,
-                Seam(
-                    f"{_MEM}.swa_radix_cache",
-                    "SWARadixCache",
-                    "known_writers",
-                    ("_recover_tombstone_keeping_locked_full",),
-                ),
-                Seam(
-                    f"{_MEM}.unified_cache.components.swa_component",
-                    "SWAComponent",
-                    "known_writers",
-                    ("apply_component_action",),
-                ),
-            ),
+        *_alike(("0.5.16",), (*_until_16(_SINCE_13, "resize"), *_PURE_WINDOW, *_WRITERS_15_16)),
+        *_alike(("0.5.17",), (*_17_to_19(_BASE), *_PURE_WINDOW, *_WRITERS_17_18)),
+        *_alike(
+            ("0.5.18",),
+            (*_17_to_19(_HYBRID), *_PURE_WINDOW, *_WRITERS_17_18),
             deferred_frees=frozenset({"free", "free_swa"}),
-            frees_whole_pages=True,
         ),
-        Release(
-            "0.5.23",
+        *_alike(
+            ("0.5.19",),
             (
-                *_seams(
-                    _SINCE_13,
-                    allocator=(
-                        "set_full_to_swa_mapping",
-                        "clear_full_to_swa_mapping",
-                        "resize",
-                        *_SEGMENTS,
-                    ),
-                    base=("free_pages", "merge_and_sort_free"),
-                    paged=(
-                        "_release_page_ids",
-                        "free",
-                        "free_segment",
-                        "merge_and_sort_free",
-                    ),
-                    group="SWATokenToKVPoolAllocator",
-                ),
+                *_17_to_19(_HYBRID, "clear_full_to_swa_mapping", "free_full"),
                 *_PURE_WINDOW,
             ),
+            deferred_frees=frozenset({"free", "free_full"}),
+        ),
+        *_alike(
+            ("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
+            _SINCE_20,
             deferred_frees=frozenset(),
-            frees_whole_pages=True,
             segment_frees=True,
         ),
     )

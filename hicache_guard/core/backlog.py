@@ -247,7 +247,13 @@ class Backlog:
 
     def vouch(self, ledger: PageLedger, pages: torch.Tensor) -> None:
         """``pages`` (int64) were checked already and are queued for release with what is noted."""
-        self._vouched.append((ledger, pages))
+        if self._guard.lazy:  # else each release is checked when it comes
+            self._vouched.append((ledger, pages))
+
+    def group_ends(self) -> None:
+        """What an open group queued comes now: frees still noted are checked together with it."""
+        for note in self._frees:
+            note.queued = False
 
     def settle(self, *, wait: bool = True) -> bool:
         """Run the checks that are due; returns whether nothing is left to do.
@@ -270,13 +276,13 @@ class Backlog:
             decoded = self._apply_allocations()
             if not (self._continued or decoded or self.has_frees):
                 return True
-            taken = (self._continued, decoded, self._frees, self._held)
-            self._continued, self._frees, self._held = [], [], []
             vouched: list[tuple[PageLedger, torch.Tensor]] = []
-            if any(not held.direct for held in taken[3]):
+            if any(not held.direct for held in self._held):
                 # What was vouched for waits until what was queued with it comes.
                 vouched, self._vouched = self._vouched, []
-            self._batch = Batch(*taken, vouched, HostCopy(self._suspicious(*taken)))
+            taken = (self._continued, decoded, self._frees, self._held, vouched)
+            self._continued, self._frees, self._held = [], [], []
+            self._batch = Batch(*taken, HostCopy(self._suspicious(*taken)))
         batch = self._batch
         if not batch.wrong.arrived():
             if not wait:
@@ -342,6 +348,7 @@ class Backlog:
         decoded: Decoded | None,
         noted: list[Freed],
         held: list[Held],
+        vouched: list[tuple[PageLedger, torch.Tensor]],
     ) -> torch.Tensor:
         """Whether (0-dim bool) any of the notes' slots is not plainly in order."""
         guard = self._guard
@@ -363,33 +370,35 @@ class Backlog:
         if alone:
             peers = guard.page_rows(_joined(alone)).clamp_(max=guard.map.mapping.shape[0] - 2)
             wrong.append(guard.map.mapping.index_select(0, peers).max() > 0)
-        pages = {full.name: list[torch.Tensor](), window.name: list[torch.Tensor]()}
-        if frees:
-            pages[full.name].append(full.pages_of(_joined([note.heads for note in frees])))
-        for ledger in (full, window):
-            direct = [note for note in held if note.ledger is ledger and note.direct]
-            queued = [note for note in held if note.ledger is ledger and not note.direct]
-            if direct:
-                pages[ledger.name].append(_held_pages(ledger, direct))
-            if pages[ledger.name]:
-                wrong.append(ledger.any_dead(_joined(pages[ledger.name])))
-            if queued:
-                wrong.append(ledger.any_repeated(_held_pages(ledger, queued)))
-        some_empty = False
+        some_empty = not all(note.mapped for note in followed)
         if followed:
-            some_empty = not all(note.mapped for note in followed)
             entries = _joined([note.window for note in followed if note.window is not None])
             rows = _joined([note.heads for note in followed])
             wrong += self._wrong_entries(rows, entries, some_empty=some_empty)
-            pages[window.name].append(window.pages_of(entries))
-        for ledger in (full, window):
-            if not pages[ledger.name]:
-                continue
-            named = _joined(pages[ledger.name])
-            if some_empty and ledger is window:  # an empty entry leads nowhere
-                wrong.append((window.repeated(named) & (named > 0)).any())
-            else:
-                wrong.append(ledger.any_repeated(named))
+        for ledger, notes in ((full, frees), (window, followed)):
+            freed = [ledger.pages_of(_joined(_named(notes, ledger is full)))] if notes else []
+            direct = [note for note in held if note.ledger is ledger and note.direct]
+            released = [note for note in held if note.ledger is ledger and not note.direct]
+            pages = [_held_pages(ledger, direct)] if direct else []
+            if pages:
+                wrong.append(ledger.any_dead(pages[0]))
+            if freed and ledger is full:  # an entry that is proved leads to a live page
+                wrong.append(ledger.any_dead(freed[0]))
+            if released:
+                came = _held_pages(ledger, released)
+                backed = [note for note in notes if not note.queued]
+                allowed = [vouch for side, vouch in vouched if side is ledger]
+                if len(backed) == len(notes):
+                    allowed += freed
+                elif backed:
+                    allowed.append(ledger.pages_of(_joined(_named(backed, ledger is full))))
+                wrong += [ledger.any_repeated(came), ledger.any_not_among(came, allowed)]
+            pages += freed
+            if pages and some_empty and ledger is window:  # an empty entry leads nowhere
+                named = _joined(pages)
+                wrong.append((ledger.repeated(named) & (named > 0)).any())
+            elif pages:
+                wrong.append(ledger.any_repeated(_joined(pages)))
         return torch.stack(wrong).any()
 
     def _wrong_entries(
@@ -552,6 +561,13 @@ def _held_pages(ledger: PageLedger, notes: list[Held]) -> torch.Tensor:
     if slots:
         parts.append(ledger.pages_of(_joined(slots)))
     return _joined(parts).clamp(0, ledger.outside)
+
+
+def _named(notes: list[Freed], full: bool) -> list[torch.Tensor]:
+    """The slots that frees name in the full pool, or lead to in the window pool."""
+    if full:
+        return [note.heads for note in notes]
+    return [note.window for note in notes if note.window is not None]
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

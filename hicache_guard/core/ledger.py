@@ -183,6 +183,14 @@ class PageLedger:
         held = [self.born, self._claims] + ([self._named] if self._named is not None else [])
         return sum(tensor.nbytes for tensor in held)
 
+    def any_not_among(self, pages: torch.Tensor, allowed: list[torch.Tensor]) -> torch.Tensor:
+        """Whether (0-dim bool) one of ``pages`` (int64, not empty) is padding or not ``allowed``."""
+        self._claims.index_fill_(0, pages, 0)
+        for part in allowed:
+            self._claims.index_fill_(0, part, 1)
+        self._claims[:1].zero_()
+        return self._claims.index_select(0, pages).min() < 1
+
 
 def any_differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Whether (0-dim bool) two integer tensors of one shape, not empty, differ anywhere."""

@@ -31,6 +31,7 @@ _GROUPS = (
     "free_page_ids_group",
     "swa_free_group",
     "swa_page_ids_group",
+    "full_free_group",
 )
 
 
@@ -47,7 +48,7 @@ def prepare() -> str:
 def allocate_without_triton() -> None:
     """Let the release's own ``alloc_extend_naive`` stand for its interpreted Triton kernels.
 
-    Up to 0.5.18 a page allocation is a Triton kernel, which takes 10 ms where it is interpreted.
+    Up to 0.5.21 a page allocation is a Triton kernel, which takes 10 ms where it is interpreted.
     Decode is an extension by one token. Later releases go without Triton on a CPU by themselves.
     """
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator

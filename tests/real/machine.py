@@ -502,8 +502,9 @@ class PoolMachine(RuleBasedStateMachine):
             request.slots[: min(request.evicted, count)],
             request.slots[request.evicted : count],
         )
+        separately = segment if self.rules.alone else False
         segment = segment and self.rules.segments
-        if self.rules.segments and (segment or self.page_size == 1):
+        if separately or (self.rules.segments and self.page_size == 1):
             done = self.free("finish", "free_full", dead, window=False, segment=segment)
             return done and self.free("finish", "free", alive, segment=segment)
         return self.free("finish", "free", dead + alive)
@@ -586,8 +587,16 @@ class PoolMachine(RuleBasedStateMachine):
         before = self._remember()
         plans, judgement = [], Judgement()
         for name, slots in self.oracle.end_group():
-            plan = self.oracle.plan_free(slots, full=name == "free", window=True)
+            alone = name == "free_full"
+            peers = alone and any(map(self.oracle.window_of, slots))
+            plan = self.oracle.plan_free(slots, full=name != "free_swa", window=not alone)
             found = plan.judgement
+            if peers and self.mode == "strict":
+                found = Judgement((*found.must, frozenset({PEER})), found.soft)
+            elif peers:
+                found = Judgement(found.must, found.soft, found.may | {PEER})
+            if alone and not self.oracle.alone:
+                self.alone_since = self.op + 1
             judgement = Judgement(
                 judgement.must + found.must, judgement.soft + found.soft, judgement.may | found.may
             )
@@ -913,14 +922,16 @@ class PoolMachine(RuleBasedStateMachine):
         self.free("evict again", "free_swa", rows, full=False, segment=segment)
         self.settle()
 
-    @precondition(lambda self: not self.over and not self.corrupt and self.rules.segments)
+    @precondition(lambda self: not self.over and not self.corrupt and self.rules.alone)
     @rule(which=st.integers(0, 7), api=st.booleans(), segment=st.booleans())
     def free_full_alone(self, which: int, api: bool, segment: bool) -> None:
         """The full side is freed and the window side left behind."""
         self.pick(which)
         whole = [r for r in self.requests if not r.evicted and not self.unmapped(r)]
-        if not whole or self.over or self.oracle.group:
+        queued = api and "free_full" in self.rules.deferred
+        if not whole or self.over or (self.oracle.group and not queued):
             return
+        segment = segment and self.rules.segments
         request = whole[which % len(whole)]
         name, pool = ("free_full", None) if api else ("free", "full_attn_allocator")
         if self.free("alone", name, request.slots, window=False, segment=segment, pool=pool):

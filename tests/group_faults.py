@@ -1,0 +1,83 @@
+"""Faults inside and around a free group, on the release on the path, in each mode.
+
+Prints one line a fault: name, page size, mode, what was counted, what the audit found in the end,
+and whether strict raised.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hicache_guard.adapters.allocator import guard_of
+from hicache_guard.adapters.hooks import install
+from hicache_guard.core.errors import GuardViolation
+from hicache_guard.repro import pools
+from hicache_guard.repro.audit import audit
+
+Books = dict[str, torch.Tensor]
+
+
+def _row(pool: Any, count: int) -> torch.Tensor:
+    got = pools.extend(pool, count)
+    assert got is not None
+    return got
+
+
+def _free_row(pool: Any, row: torch.Tensor) -> None:
+    """As the release's own callers free a row: by segment where it can."""
+    if hasattr(pool, "free_swa_segment"):
+        pool.free_segment(row, start_pos=0)
+    else:
+        pool.free(row)
+
+
+def freed_again_after_its_group(pool: Any, books: Books) -> None:
+    """Somebody looks at the free list in between, so that the group is settled by then."""
+    mine, books["other"] = _row(pool, 8), _row(pool, 8)
+    pool.free_group_begin()
+    _free_row(pool, mine)
+    pool.free_group_end()
+    assert len(pool.full_attn_allocator.free_pages) > 0
+    _free_row(pool, mine)
+
+
+def full_side_left_in_a_group(pool: Any, books: Books) -> None:
+    """C11 where the free of the full side is queued."""
+    mine, books["other"] = _row(pool, 8), _row(pool, 8)
+    pool.free_group_begin()
+    getattr(pool, "free_full", pool.full_attn_allocator.free)(mine)
+    pool.free_group_end()
+    books["next"] = _row(pool, 4)
+
+
+FAULTS: tuple[Callable[[Any, Books], None], ...] = (
+    freed_again_after_its_group,
+    full_side_left_in_a_group,
+)
+
+
+def main() -> None:
+    pools.quiet()
+    for fault in FAULTS:
+        for page_size in (1, 4):
+            for mode in ("observe", "enforce", "strict"):
+                install(mode)
+                pool, books = pools.build(64, 48, page_size), Books()
+                raised = False
+                try:
+                    fault(pool, books)
+                except GuardViolation:
+                    raised = True
+                except AssertionError:
+                    assert mode == "observe"  # the release's own check of its sizes
+                counted = {k.value: n for k, n in guard_of(pool).tally.violations.items()}
+                found = [] if raised else audit(pool, books)
+                print(json.dumps([fault.__name__, page_size, mode, counted, found, raised]))
+
+
+if __name__ == "__main__":
+    main()
