@@ -222,7 +222,8 @@ class Oracle:
             if last not in self.entries:
                 must.append(frozenset({UNPROVED}))
             elif not self.proved(last):
-                must.append(frozenset({STALE, SHARED}))
+                gone = {UNPROVED} if last in self.soft_rows else set()
+                must.append(frozenset({STALE, SHARED, *gone}))
         return Judgement(tuple(must))
 
     def judge_tail(self, unmapped: Iterable[int]) -> Judgement:
@@ -378,8 +379,10 @@ class Oracle:
                     must.append(frozenset({UNMAPPED, PADDING} if row < size else {UNMAPPED}))
             elif self.proved(row):
                 plan.window.add(self.page_of(entry.window))
+            elif row in self.soft_rows:  # erased, perhaps: then it leads to nothing
+                soft.append(frozenset({STALE, SHARED, *([UNMAPPED] if as_it_reads else [])}))
             else:
-                (soft if row in self.soft_rows else must).append(frozenset({STALE, SHARED}))
+                must.append(frozenset({STALE, SHARED}))
         if exactly and as_it_reads and len(set(rows)) < len(rows):
             must.append(frozenset({DUPLICATE, DOUBLE, UNMAPPED}))
         return soft

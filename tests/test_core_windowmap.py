@@ -31,7 +31,7 @@ class Both:
         self.mapping = torch.zeros((FULL + 1) * size + 1, dtype=torch.int64)
         self.mapping[-1] = -1
         self.map = WindowMap(self.mapping, self.full, self.window, self.undo)
-        self.oracle = Oracle(FULL, WINDOW, Rules(size, True, True, frozenset(), True))
+        self.oracle = Oracle(FULL, WINDOW, Rules.of("0.5.23", size))
         self.serial = 0
 
     def hand_out(self, side: str, page: int) -> None:

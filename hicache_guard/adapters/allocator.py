@@ -233,42 +233,43 @@ def _allocate_noted(link: AllocatorLink, call: Callable[[], Any], after: Last | 
                 lists.put_back()
     else:
         decode = after is not None and after.decode
-        if after is not None and not decode and link.captured_last is not None:
-            guard.backlog.note_continued(
-                Continued(guard.current, after.slots, link.captured_last, after.lengths)
-            )
         window = full[:0] if window is None else window
-        guard.backlog.note_taken(full, window, each_continues=decode)
+        taken = guard.backlog.note_taken(full, window, each_continues=decode)
+        last = link.captured_last
+        if after is not None and not decode and last is not None:
+            guard.backlog.note_continued(Continued(taken, after.slots, last, after.lengths))
     return full
 
 
 def _allocate_at_once(link: AllocatorLink, call: Callable[[], Any], after: Last | None) -> Any:
     """Each side is looked at before the next is touched, and what is mapped is checked."""
     guard = link.guard
-    suspect = False
+    dead = None
     if after is not None:
         continues = (after.before() % guard.page_size != 0) & (after.slots >= 0)
-        suspect = guard.check_continued(after.slots.to(torch.int64, copy=True), continues) != 0
+        dead = guard.check_continued(after.slots.to(torch.int64, copy=True), continues)
     before = [pool.count_free() for pool in link.pools]
     full = call()
     if full is None:
         gone = [b - pool.count_free() for b, pool in zip(before, link.pools, strict=True)]
         guard.check_nothing_kept(gone)
         return None
-    _map_fresh(link, full, suspect=suspect)
+    _map_fresh(link, full, dead)
     return full
 
 
-def _map_fresh(link: AllocatorLink, full: torch.Tensor, *, suspect: bool) -> None:
-    """Record what an allocation mapped: the last full slots, one for each window slot it took."""
+def _map_fresh(link: AllocatorLink, full: torch.Tensor, dead: torch.Tensor | None) -> None:
+    """Record what an allocation mapped: the last full slots, one for each window slot it took.
+
+    What continues after a slot of ``dead`` is unmapped.
+    """
     window = link.captured_window
     if window is None or window.numel() == 0:
         return
     rows = full[full.shape[0] - window.shape[0] :].to(torch.int64, copy=True)
     slots = window.to(torch.int64, copy=True)
-    if suspect:
-        slots = link.guard.reject_dead_targets(slots)
-        link.guard.map.mapping.index_copy_(0, rows, slots)
+    if dead is not None:
+        slots = link.guard.unmap_after(dead, rows, slots)
     link.guard.mapped(rows, slots)
 
 
@@ -299,11 +300,10 @@ def _free_both(original: Method, name: str, *, segment: bool) -> Method:
             guard.note_named(slots, vetted.bad, segment=segment)
             if safe.numel():
                 _follow_entries(link, torch.where(vetted.bad, 0, slots), segment=segment)
-                if in_free_group(allocator):
+                if _waits_for_group(link):
                     named = torch.where(vetted.bad, 0, slots)
-                    guard.backlog.vouch(guard.full, guard.full.pages_of(named))
+                    guard.vouch(guard.full, guard.full.pages_of(named))
                 link.vetted = (safe, vetted) if safe is free_index else None
-                link.eager = True
                 _run_vetted(link, original, safe, where)
 
     return hooked
@@ -342,7 +342,6 @@ def _free_window(original: Method, name: str, *, segment: bool) -> Method:
             if safe.numel():
                 rows = torch.where(vetted.bad, 0, slots)
                 _follow_entries(link, rows, segment=segment)
-                link.eager = True
                 _run_vetted(link, original, safe, where)
                 if guard.mode is Mode.ENFORCE and not link.release.frees_whole_pages:
                     guard.forget_window(guard.rows_of_slots(rows))
@@ -372,7 +371,9 @@ def _as_queued(link: AllocatorLink, free_index: torch.Tensor) -> torch.Tensor:
     if moved is None:
         return free_index
     guard.backlog.settle()
+    ending, link.ending = link.ending, False  # nobody checked these yet
     link.state["swa_attn_allocator"].free(then[moved])
+    link.ending = ending
     guard.backlog.settle()
     return free_index[~moved]
 
@@ -439,7 +440,7 @@ def _note_and_free(
             full,
             mapping.index_select(0, rows) if window else None,
             window and link.release.segment_frees,
-            in_free_group(allocator),
+            _waits_for_group(link),
         )
     )
     if guard.undo:
@@ -464,11 +465,12 @@ def _without_bad(link: AllocatorLink, free_index: torch.Tensor, vetted: Vetted) 
 def _run_vetted(
     link: AllocatorLink, original: Method, free_index: torch.Tensor, where: dict[str, int]
 ) -> None:
-    link.vetting = True
+    """Run a free whose every part was checked."""
+    link.vetting = link.eager = True
     try:
         original(link.allocator(), free_index, **where)
     finally:
-        link.vetting = False
+        link.vetting = link.eager = False
 
 
 def _as_it_reads(link: AllocatorLink, segment: bool) -> bool:
@@ -489,9 +491,9 @@ def _follow_entries(link: AllocatorLink, slots: torch.Tensor, *, segment: bool) 
     guard.check_entries(rows, must_be_mapped=as_it_reads)
     guard.keep_rows(slots)
     link.padding_expected = link.padding_expected or as_it_reads
-    if in_free_group(link.allocator()):
+    if _waits_for_group(link):
         entries = guard.map.mapping.index_select(0, rows)
-        guard.backlog.vouch(guard.window, guard.window.pages_of(entries))
+        guard.vouch(guard.window, guard.window.pages_of(entries))
 
 
 def _free_full_only(original: Method, name: str, *, segment: bool) -> Method:
@@ -523,11 +525,10 @@ def _free_full_only(original: Method, name: str, *, segment: bool) -> Method:
                     guard.note_full_only(slots)  # the next allocation releases what was left
             guard.note_named(slots, vetted.bad, segment=segment)
             if safe.numel():
-                if in_free_group(allocator):
+                if _waits_for_group(link):
                     named = torch.where(vetted.bad, 0, slots)
-                    guard.backlog.vouch(guard.full, guard.full.pages_of(named))
+                    guard.vouch(guard.full, guard.full.pages_of(named))
                 link.vetted = (safe, vetted) if safe is free_index else None
-                link.eager = True
                 _run_vetted(link, original, safe, where)
 
     return hooked
@@ -542,6 +543,11 @@ free_full_segment = Factory(
 def _queued(link: AllocatorLink, allocator: Any, name: str) -> bool:
     """Whether this free only joins the open group; it is checked when the group ends."""
     return name in link.release.deferred_frees and in_free_group(allocator)
+
+
+def _waits_for_group(link: AllocatorLink) -> bool:
+    """Whether pages that a free finds now reach the pools only when the open group ends."""
+    return link.release.resolves_in_group and in_free_group(link.allocator())
 
 
 def free_group_end(original: Method, allocator: Any) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -27,6 +28,23 @@ def in_free_group(allocator: Any) -> bool:
     state = allocator.__dict__
     direct = state.get("is_not_in_free_group")
     return not direct if direct is not None else state["free_group"] is not None
+
+
+@contextmanager
+def outside_group(allocator: Any) -> Iterator[None]:
+    """Let frees on this SGLang allocator take effect at once, whatever group is open.
+
+    For what does not belong to the group: freed before it was opened, or released by the guard.
+    """
+    state = vars(allocator)
+    name, closed = "free_group", None
+    if "is_not_in_free_group" in state:
+        name, closed = "is_not_in_free_group", True
+    group, state[name] = state[name], closed
+    try:
+        yield
+    finally:
+        state[name] = group
 
 
 class StandIn:
@@ -100,8 +118,7 @@ class AllocatorLink:
         guard = self.guard
         if guard.backlog.long:
             guard.backlog.settle(wait=False)
-        guard.end()
-        self._see_lists()
+        self.close()
 
     def give_up(self, error: BaseException) -> None:
         """Close what ``start`` opened, after an error."""

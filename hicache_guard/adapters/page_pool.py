@@ -20,6 +20,7 @@ from hicache_guard.adapters.link import (
     StandIn,
     free_list,
     in_free_group,
+    outside_group,
 )
 from hicache_guard.core.backlog import Freed, HandedOut, Held
 from hicache_guard.core.modes import Mode
@@ -141,7 +142,8 @@ def settle_overdue(owner: AllocatorLink, most_pages: int) -> None:
     rows = guard.overdue_peers()
     if rows is not None and rows.numel():
         allocator: Any = owner.allocator()
-        allocator.free_swa(rows)
+        with outside_group(allocator):
+            allocator.free_swa(rows)
         guard.backlog.settle()
 
 
@@ -198,23 +200,13 @@ def free(original: Method, pool: Any, free_index: torch.Tensor) -> None:
         original(pool, free_index)  # goes on to page ids, each once
         return
     distinct = pool.page_size == 1
+
+    def admit(items: torch.Tensor) -> None:
+        with outside_group(pool):
+            original(pool, items)
+
     with link.owner.operation(f"{link.ledger.name}_pool.free", settle=not distinct):
-        _release(
-            link, free_index, lambda items: _outside_group(original, pool, items), False, distinct
-        )
-
-
-def _outside_group(original: Method, pool: Any, items: torch.Tensor) -> None:
-    """Let slots into the free list now: freed before a group was opened, they are none of it."""
-    state = vars(pool)
-    name, closed = ("free_group", None)
-    if "is_not_in_free_group" in state:
-        name, closed = ("is_not_in_free_group", True)
-    group, state[name] = state[name], closed
-    try:
-        original(pool, items)
-    finally:
-        state[name] = group
+        _release(link, free_index, admit, False, distinct)
 
 
 def free_segment(original: Method, pool: Any, free_index: torch.Tensor, *, start_pos: int) -> None:
@@ -236,10 +228,12 @@ def _note_queued(link: PoolLink, free_index: torch.Tensor, *, segment: bool) -> 
         guard.note_full_only(slots)
         if lazy:
             heads = slots[:: guard.page_size]
-            guard.backlog.note_free(Freed(guard.current, heads, slots.shape[0], full=True))
+            guard.backlog.note_free(
+                Freed(guard.current, heads, slots.shape[0], full=True, queued=True)
+            )
             return
         vetted = guard.vet_slots(slots, segment=segment)
-        guard.backlog.vouch(guard.full, guard.full.pages_of(torch.where(vetted.bad, 0, slots)))
+        guard.vouch(guard.full, guard.full.pages_of(torch.where(vetted.bad, 0, slots)))
 
 
 def _entering(original: Method) -> Callable[..., None]:

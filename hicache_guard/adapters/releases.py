@@ -31,16 +31,19 @@ class Seam:
 class Release:
     """One SGLang release.
 
-    ``deferred_frees``: the public frees that an open free group only queues; they reach the pools
-    when the group ends. ``frees_whole_pages``: ``free_swa`` clears the entries of every page that
-    it touches, not only those it was told of. ``segment_frees``: window frees by segment exist, and
-    like every window free of one-slot pages they release whatever an entry holds.
+    ``deferred_frees``: the public frees that an open free group only queues; they are made when
+    the group ends. ``resolves_in_group``: of the others the pages are found at once and reach the
+    pools when the group ends; else they do so at once as well. ``frees_whole_pages``: ``free_swa``
+    clears the entries of every page that it touches, not only those it was told of.
+    ``segment_frees``: window frees by segment exist, and like every window free of one-slot pages
+    they release whatever an entry holds.
     """
 
     version: str
     seams: tuple[Seam, ...]
     deferred_frees: frozenset[str]
     frees_whole_pages: bool
+    resolves_in_group: bool = False
     segment_frees: bool = False
 
 
@@ -186,11 +189,12 @@ def _alike(
     *,
     deferred_frees: frozenset[str] = _FREE,
     frees_whole_pages: bool = True,
+    resolves_in_group: bool = False,
     segment_frees: bool = False,
 ) -> tuple[Release, ...]:
     """Releases whose seams are the same and behave the same."""
     return tuple(
-        Release(version, seams, deferred_frees, frees_whole_pages, segment_frees)
+        Release(version, seams, deferred_frees, frees_whole_pages, resolves_in_group, segment_frees)
         for version in versions
     )
 
@@ -222,11 +226,13 @@ RELEASES: dict[str, Release] = {
                 *_PURE_WINDOW,
             ),
             deferred_frees=frozenset({"free", "free_full"}),
+            resolves_in_group=True,
         ),
         *_alike(
             ("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
             _SINCE_20,
             deferred_frees=frozenset(),
+            resolves_in_group=True,
             segment_frees=True,
         ),
     )

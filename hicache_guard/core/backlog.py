@@ -63,12 +63,12 @@ class Taken:
 
 @dataclass(slots=True)
 class Continued:
-    """An extension after the slots ``last``, whose entries read ``window`` then.
+    """What an extension took after the slots ``last``, whose entries read ``window`` then.
 
     ``lengths`` are the tokens that each request had before it.
     """
 
-    operation: Operation
+    taken: Taken
     last: torch.Tensor
     window: torch.Tensor
     lengths: torch.Tensor
@@ -209,10 +209,12 @@ class Backlog:
 
     def note_taken(
         self, full: torch.Tensor, window: torch.Tensor, *, each_continues: bool = False
-    ) -> None:
+    ) -> Taken:
         """Add what a hybrid allocation took and mapped; see ``Taken``."""
         # The caller may write into the full slots that it is given; the window's it never sees.
-        self._taken.append(Taken(self._guard.current, full.clone(), window, each_continues))
+        taken = Taken(self._guard.current, full.clone(), window, each_continues)
+        self._taken.append(taken)
+        return taken
 
     def note_handed_out(self, entry: HandedOut) -> None:
         """Add what an allocation on one sub-allocator took."""
@@ -247,8 +249,7 @@ class Backlog:
 
     def vouch(self, ledger: PageLedger, pages: torch.Tensor) -> None:
         """``pages`` (int64) were checked already and are queued for release with what is noted."""
-        if self._guard.lazy:  # else each release is checked when it comes
-            self._vouched.append((ledger, pages))
+        self._vouched.append((ledger, pages))
 
     def group_ends(self) -> None:
         """What an open group queued comes now: frees still noted are checked together with it."""
@@ -487,26 +488,33 @@ class Backlog:
         rightly: dict[str, set[int]] = {guard.full.name: set(), guard.window.name: set()}
         for ledger, pages in batch.vouched:
             rightly[ledger.name].update(page for page in pages.tolist() if page)
-        for note in batch.continued:
-            guard.operation = note.operation
-            guard.recheck_continued(note.last, note.window, note.lengths)
+        for extension in batch.continued:
+            taken = extension.taken
+            guard.operation = taken.operation
+            rows, slots = taken.mapped().long(), taken.window.long()
+            guard.recheck_continued(
+                extension.last, extension.window, extension.lengths, rows, slots
+            )
         if batch.decoded:
             for (guard.operation, rows), (_, slots) in zip(
                 batch.decoded[0].parts(), batch.decoded[1].parts(), strict=True
             ):
-                guard.recheck_continued(rows - 1, slots - 1, rows)
-        for freed in batch.frees:
-            guard.operation = freed.operation
-            full, window = guard.recheck_free(freed)
+                guard.recheck_continued(rows - 1, slots - 1, rows, rows, slots)
+        direct = [held for held in batch.held if held.direct]
+        notes: list[Freed | Held] = [*batch.frees, *direct]
+        for note in sorted(notes, key=_serial):
+            guard.operation = note.operation
+            if isinstance(note, Held):
+                self._judge_direct(note)
+                continue
+            full, window = guard.recheck_free(note)
             rightly[guard.full.name] |= full
             rightly[guard.window.name] |= window
         came = {name: set[int]() for name in rightly}
         self._note_named(batch)
         for held in batch.held:
-            guard.operation = held.operation
-            if held.direct:
-                self._judge_direct(held)
-            else:
+            if not held.direct:
+                guard.operation = held.operation
                 came[held.ledger.name].update(page_ids(held).tolist())
                 self._admit_right(held, rightly[held.ledger.name])
         if any(freed.queued for freed in batch.frees):
@@ -548,6 +556,10 @@ class Backlog:
             held.admit(held.items[kept])
 
 
+def _serial(note: Freed | Held) -> int:
+    return note.operation.serial
+
+
 def page_ids(held: Held) -> torch.Tensor:
     """The page ids (int64, within the ledger) of what is held."""
     ledger = held.ledger
@@ -560,7 +572,7 @@ def _held_pages(ledger: PageLedger, notes: list[Held]) -> torch.Tensor:
     slots = [note.items for note in notes if not note.pages]
     if slots:
         parts.append(ledger.pages_of(_joined(slots)))
-    return _joined(parts).clamp(0, ledger.outside)
+    return _joined(parts).to(torch.int64).clamp(0, ledger.outside)
 
 
 def _named(notes: list[Freed], full: bool) -> list[torch.Tensor]:

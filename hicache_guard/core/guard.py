@@ -321,18 +321,19 @@ class PoolGuard:
         """An allocation mapped ``full[i] -> window[i]`` (int64), fresh or continuing a page."""
         self.map.record(full, window, self.serial)
 
-    def check_continued(self, last: torch.Tensor, continues: torch.Tensor) -> int | None:
+    def check_continued(self, last: torch.Tensor, continues: torch.Tensor) -> torch.Tensor | None:
         """Before an extension that continues a page after the slot ``last`` (int64; -1 for none).
 
         ``continues`` masks the requests whose last page is not full. The window side continues from
-        the translation of ``last``, so that entry must be proved and present. Returns the number of
-        bad ones where known now.
+        the translation of ``last``, so that entry must be proved and present. Returns (enforce) the
+        slots after which nothing may be mapped, 0 for the others, or None where there are none.
         """
         slots = torch.where(continues, last, 0).clamp_(0, self.map.mapping.numel() - 2)
         window = self.map.mapping.index_select(0, slots)
         if self.mode is Mode.STRICT:
             self.keep_rows(slots)  # the extension will write these; see hand_out
-        return self._judge_continued(slots, window, continues)[1]
+        bad, count = self._judge_continued(slots, window, continues)
+        return torch.where(bad, slots, 0) if self.mode is Mode.ENFORCE and count != 0 else None
 
     def _judge_continued(
         self, slots: torch.Tensor, window: torch.Tensor, continues: torch.Tensor
@@ -354,31 +355,51 @@ class PoolGuard:
         return bad, self.judge(verdict, self.full)
 
     def recheck_continued(
-        self, last: torch.Tensor, window: torch.Tensor, lengths: torch.Tensor
+        self,
+        last: torch.Tensor,
+        window: torch.Tensor,
+        lengths: torch.Tensor,
+        rows: torch.Tensor,
+        targets: torch.Tensor,
     ) -> None:
-        """As ``check_continued``, later: ``window`` is what the entries of ``last`` were then."""
-        continues = (lengths % self.page_size != 0) & (last >= 0)
+        """As ``check_continued``, later: ``window`` is what the entries of ``last`` were then.
+
+        ``rows`` were mapped to ``targets`` (int64 both). Reads the device: only after a bulk check
+        found something out of order.
+        """
+        continues = self.full.inside_page(lengths) & (last >= 0)
         slots = torch.where(continues, last.long(), 0).clamp_(max=self.map.mapping.numel() - 2)
         entries = torch.where(continues, window.long(), 0)
-        bad, _ = self._judge_continued(slots, entries, continues)
-        if self.mode is Mode.ENFORCE:
-            # What was mapped after a dead slot lies in a dead or the padding page: unmap it.
-            self.forget_window(self.rows_of_slots(torch.where(bad, slots, 0)))
+        bad, count = self._judge_continued(slots, entries, continues)
+        if self.mode is not Mode.ENFORCE or not count:
+            return
+        dead = torch.where(bad, slots, 0)
+        after = self._mapped_after(dead, rows)
+        self.map.erase(rows, ~after)
+        self.map.give_back(targets[after])
+        page = self.rows_of_slots(dead)
+        self.map.erase(page, self.map.proved(page, self.map.mapping.index_select(0, page)))
 
-    def reject_dead_targets(self, window: torch.Tensor) -> torch.Tensor:
-        """The window slots that a continuing allocation may map; 0 (padding) for a dead one.
+    def _mapped_after(self, dead: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Mask (bool) of the full slots ``rows`` that continue a page after a slot of ``dead``."""
+        return self.full.among(self.full.pages_of(rows), self.full.pages_of(dead))
 
-        Observe returns ``window`` as it is. The faults were counted by ``check_continued``.
+    def unmap_after(
+        self, dead: torch.Tensor, rows: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
+        """The window slots that an allocation may map ``rows`` to, 0 for what continues ``dead``.
+
+        All int64. Whatever the window side made of a dead entry is some page of somebody else's.
         """
-        if self.mode is Mode.OBSERVE:
-            return window
-        live = self.window.generations(self.window.pages_of(window)) < FREED
-        return torch.where(live, window, 0)
+        targets = torch.where(self._mapped_after(dead, rows), 0, targets)
+        self.map.mapping.index_copy_(0, rows, targets)
+        return targets
 
     def check_unmapped(self, full: torch.Tensor) -> None:
         """After an allocation that mapped none of ``full`` (int64): no old entry may remain."""
         if full.numel() == 0:
             return
+        full = full.clamp(0, self.map.mapping.shape[0] - 2)
         window = self.map.mapping.index_select(0, full)
         bad = window != 0
         verdict = Verdict(
@@ -418,6 +439,15 @@ class PoolGuard:
         )
         self.judge(parts, ledger)
         return Vetted(vetted.bad | later)
+
+    def vouch(self, ledger: PageLedger, pages: torch.Tensor) -> None:
+        """``pages`` (int64) were checked, and an open group queues them: they are free from now on.
+
+        Where checks are not put off, each release is checked when it comes.
+        """
+        if self.lazy:
+            ledger.release(pages, self.serial)
+            self.backlog.vouch(ledger, pages)
 
     def vet_release(
         self,

@@ -183,8 +183,15 @@ class PageLedger:
         held = [self.born, self._claims] + ([self._named] if self._named is not None else [])
         return sum(tensor.nbytes for tensor in held)
 
+    def among(self, pages: torch.Tensor, named: torch.Tensor) -> torch.Tensor:
+        """Mask (bool) of ``pages`` that occur in ``named`` (int64 both); page 0 never does."""
+        self._claims.index_fill_(0, pages, 0)
+        self._claims.index_fill_(0, named, 1)
+        self._claims[:1].zero_()
+        return self._claims.index_select(0, pages) == 1
+
     def any_not_among(self, pages: torch.Tensor, allowed: list[torch.Tensor]) -> torch.Tensor:
-        """Whether (0-dim bool) one of ``pages`` (int64, not empty) is padding or not ``allowed``."""
+        """Whether (0-dim bool) one of ``pages`` (int64, not empty) is page 0 or not ``allowed``."""
         self._claims.index_fill_(0, pages, 0)
         for part in allowed:
             self._claims.index_fill_(0, part, 1)

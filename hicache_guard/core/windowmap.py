@@ -71,8 +71,11 @@ class WindowMap:
     def record(self, full: torch.Tensor, window: torch.Tensor, serial: int | torch.Tensor) -> None:
         """Entries ``full[i] -> window[i]`` were written; the window slots change hands.
 
-        Both int64 slot indices within range; ``serial`` as for ``PageLedger.hand_out``.
+        Both int64; ``serial`` as for ``PageLedger.hand_out``. What is out of range (a release in
+        observe mode hands out what was freed wrongly) is recorded where it proves nothing.
         """
+        full = full.clamp(0, self.stamp.shape[0] - 1)
+        window = window.clamp(0, self.owner.shape[0] - 1)
         if self._undo:
             self._undo.save(self.stamp, full)
             self._undo.save(self.owner, window)
@@ -81,6 +84,21 @@ class WindowMap:
         else:
             self.stamp.scatter_(0, full, serial)
         self.owner.scatter_(0, window, full.to(torch.int32))
+
+    def give_back(self, window: torch.Tensor) -> None:
+        """Window slots (int64) changed hands by mistake: make those their owners who are mapped.
+
+        Reads the device and the whole mapping: only after a fault.
+        """
+        rows = torch.isin(self.mapping[:-1], window[window > 0]).nonzero().reshape(-1)
+        slots = self.mapping.index_select(0, rows)
+        stamp = self.stamp.index_select(0, rows)
+        born = self._full.generations(self._full.pages_of(rows))
+        holds = (stamp >= born) & (born < FREED)
+        holds &= stamp >= self._window.generations(self._window.pages_of(slots))
+        order = stamp[holds].argsort()  # the newest entry last, so that it stays
+        for row, slot in zip(rows[holds][order], slots[holds][order], strict=True):
+            self.owner[slot] = row
 
     def erase(self, full: torch.Tensor, keep: torch.Tensor) -> None:
         """Set the entries of ``full`` to 0 where ``keep`` is False (fixed shape)."""
