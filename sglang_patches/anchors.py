@@ -14,7 +14,7 @@ import libcst as cst
 
 from hicache_guard.patches.fingerprint import canonical
 
-Suite = cst.IndentedBlock | cst.SimpleStatementSuite | cst.Module
+Suite = cst.BaseSuite | cst.Module
 Statement = cst.SimpleStatementLine | cst.BaseCompoundStatement
 Definition = cst.FunctionDef | cst.ClassDef
 
@@ -101,17 +101,18 @@ def statements(
 
     Statements that share a line are one.
     """
-    if isinstance(body, cst.SimpleStatementSuite):
+    if not isinstance(body, cst.IndentedBlock | cst.Module):
         return
     for statement in body.body:
-        yield statement, around
+        if isinstance(statement, Statement):
+            yield statement, around
         for suite, owner in _branches(statement):
             yield from statements(suite, (*around, owner) if owner else around)
 
 
 def suites(body: Suite) -> Iterator[Suite]:
     """``body`` and every block below it, nested definitions left out."""
-    if isinstance(body, cst.SimpleStatementSuite):
+    if not isinstance(body, cst.IndentedBlock | cst.Module):
         return
     yield body
     for statement in body.body:
@@ -142,15 +143,12 @@ _BRANCHES = (
 
 def symbol(module: cst.Module, name: str) -> Definition:
     """The definition spelled ``name``; raises Misfit unless there is exactly one."""
-    scope: Suite = module
-    found: list[Definition] = []
+    scope: Sequence[cst.CSTNode] = module.body
     for step in name.removeprefix("class ").split("."):
-        found = [
-            node for node in scope.body if isinstance(node, Definition) and node.name.value == step
-        ]
+        found = [node for node in scope if isinstance(node, Definition) and node.name.value == step]
         if len(found) != 1:
             raise Misfit(f"{name} is defined {len(found)} times")
-        scope = found[0].body
+        scope = found[0].body.body
     return found[0]
 
 

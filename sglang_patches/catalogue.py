@@ -22,9 +22,9 @@ PATCHES: tuple[Patch, ...] = (
         reports=(25805,),
         summary="Forget old window slots when only the tail gets new ones",
         reason=(
-            "Full slots that were used before may still point at window slots of another request.\n"
-            "An allocation that gives window slots to the tail alone left the rest pointing there,\n"
-            "and freeing them released a live request's window pages."
+            "Full slots that were used before may still point at another request's window slots.\n"
+            "An allocation that gives window slots only to the tail left the rest pointing there;\n"
+            "freeing them released a live request's window pages."
         ),
         targets=(
             Target(

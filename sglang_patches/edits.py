@@ -1,9 +1,9 @@
 """The edits that a patch may make to a symbol, and how each is taken back.
 
 Every edit leaves a comment line ``# hicache-guard: <patch>`` above what it wrote. That makes it
-greppable, and it makes the edit its own record: ``undo`` finds what the comment stands above, checks
-that it is what we wrote, and takes it out, whatever else has changed in the file since. No copy of
-the file is needed.
+greppable, and it makes the edit its own record: ``undo`` finds what the comment stands above,
+checks that it is what we wrote, and takes it out, whatever else has changed in the file since. No
+copy of the file is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from hicache_guard.patches.anchors import (
     Statement,
     captures,
     is_wildcard,
-    statements,
     suites,
     symbol,
 )
@@ -159,8 +158,9 @@ class Decorate:
 class Replace:
     """Puts our expression in the place of the one that ``expression`` describes.
 
-    ``by`` may use the wildcards of ``expression``, and ``__all`` for the whole of it. What stood
-    there is kept in the comment above, so that ``undo`` can put it back.
+    ``by`` may use the wildcards of ``expression``, and ``__all`` for the whole of it: a call is
+    wrapped by ``Replace("its.callee", "ours(__all)")``. What stood there is kept in the comment
+    above, so that ``undo`` can put it back.
     """
 
     expression: str
@@ -219,11 +219,6 @@ class Replace:
         return re.sub(r"\b__\w+", source, self.by).encode()
 
 
-def wrap_call(callee: str, by: str) -> Replace:
-    """Replaces what is called, ``callee``, by an expression over it, such as ``ours(__all)``."""
-    return Replace(callee, by)
-
-
 # ---------------------------------------------------------------- LibCST
 
 
@@ -232,9 +227,9 @@ def parse(text: str) -> cst.Module:
     try:
         module = cst.parse_module(text)
     except cst.ParserSyntaxError as error:
-        raise Misfit(f"is not Python that can be read (line {error.raw_line})") from None
+        raise Misfit(f"line {error.raw_line} is not Python that can be read") from None
     if module.code != text:
-        raise Misfit("has bytes that would not be preserved")
+        raise Misfit("it has bytes that would not be preserved")
     return module
 
 
@@ -259,17 +254,17 @@ def _comment(text: str) -> cst.EmptyLine:
     return cst.EmptyLine(comment=cst.Comment(text))
 
 
-def _comments(lines: Sequence[cst.EmptyLine]) -> list[str | None]:
-    return [line.comment.value if line.comment else None for line in lines]
+def _comments(lines: Sequence[cst.EmptyLine]) -> list[str]:
+    return [line.comment.value for line in lines if line.comment]
 
 
 def _is_marked(node: cst.CSTNode, patch: str) -> bool:
-    """Whether our comment, and nothing besides it, stands above a statement."""
+    """Whether our comment, and no other, stands above a statement."""
     return _comments(getattr(node, "leading_lines", ())) == [marker(patch)]
 
 
 def _plain(nodes: Sequence[cst.CSTNode]) -> str:
-    """What statements mean, without their formatting; "" for what is not Python on its own."""
+    """What statements mean, without their formatting."""
     return canonical(ast.parse(cst.Module(list(nodes)).code).body)  # type: ignore[arg-type]
 
 

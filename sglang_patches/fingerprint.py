@@ -67,8 +67,8 @@ def _header(node: ast.ClassDef) -> ast.ClassDef:
 
 def difference(expected: ast.AST, found: ast.AST, names: tuple[str, str]) -> str:
     """A unified diff of two symbols, both normalised."""
-    texts = [_normalised(node).splitlines() for node in (expected, found)]
-    return "\n".join(difflib.unified_diff(*texts, *names, lineterm=""))
+    before, after = (_normalised(node).splitlines() for node in (expected, found))
+    return "\n".join(difflib.unified_diff(before, after, *names, lineterm=""))
 
 
 def _normalised(node: ast.AST) -> str:

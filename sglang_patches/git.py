@@ -1,4 +1,4 @@
-"""What is asked of git: is a file dirty, commits without touching the tree, files for ``git am``."""
+"""What is asked of git: which files are dirty, commits beside the tree, files for ``git am``."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def commits(
 
 
 def mails(base: Mapping[str, bytes], steps: Sequence[Step], folder: Path) -> list[Path]:
-    """Write one file a step for ``git am``, onto the files in ``base``, into an empty ``folder``."""
+    """Write into an empty ``folder`` one file a step that ``git am`` takes where ``base`` is."""
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
         for name, content in base.items():

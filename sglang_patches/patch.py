@@ -1,4 +1,4 @@
-"""What a patch is: a named correction or hook, the symbols it edits, and what must be true there."""
+"""What a patch is: a name, a reason, the symbols that it edits, and what must be true there."""
 
 from __future__ import annotations
 

@@ -69,19 +69,20 @@ class Recognition:
     differs: tuple[str, ...]
 
     @property
+    def is_known(self) -> bool:
+        return self.says in table.releases()
+
+    @property
     def is_unknown_release(self) -> bool:
         """Whether it says it is a release that is not in our table; a checkout says nothing."""
-        return (
-            self.says is not None and "dev" not in self.says and self.says not in table.releases()
-        )
+        return self.says is not None and "dev" not in self.says and not self.is_known
 
     def __str__(self) -> str:
-        if self.says in table.releases():
-            return f"SGLang {self.says}"
-        claim = f"SGLang {self.says}, not a known release; " if self.says else ""
-        if not self.differs:
-            return f"{claim}code as in SGLang {self.nearest}"
-        return f"{claim}nearest to SGLang {self.nearest}, {len(self.differs)} symbols differ"
+        counted = f"{len(self.differs)} symbols differ" if self.differs else "no symbol differs"
+        if self.says == self.nearest:
+            return f"SGLang {self.says}, {counted}"
+        claim = f"says SGLang {self.says}" if self.says else "says no release"
+        return f"{claim}; nearest to SGLang {self.nearest}, {counted}"
 
 
 class Tree:
@@ -117,7 +118,7 @@ class Tree:
         strangers = here - {patch.name for patch in self.patches}
         if strangers:
             raise Misfit(
-                f"{self._name(module)} carries {sorted(strangers)[0]}, "
+                f"{self.name(module)} carries {sorted(strangers)[0]}, "
                 "a patch that this version does not know"
             )
         for patch in reversed(self.patches):
@@ -135,7 +136,7 @@ class Tree:
         for patch in reversed(chosen):
             back = self._each_edit(patch, module, back, undo=True)
         if back != base:
-            raise Misfit(f"{self._name(module)} could not be restored exactly afterwards")
+            raise Misfit(f"{self.name(module)} could not be restored exactly afterwards")
         return text
 
     def _each_edit(self, patch: Patch, module: str, text: str, *, undo: bool = False) -> str:
@@ -144,7 +145,7 @@ class Tree:
             try:
                 text = (edit.undo if undo else edit.apply)(text, symbol, patch.name)
             except Misfit as misfit:
-                raise Misfit(f"{self._name(module)}: {misfit}") from None
+                raise Misfit(f"{self.name(module)}: {misfit}") from None
         return text
 
     def home(self, symbol: str) -> str:
@@ -165,7 +166,8 @@ class Tree:
             and any(name == symbol for name, _ in self._symbols(module, self.text(module) or ""))
         ]
 
-    def _name(self, module: str) -> str:
+    def name(self, module: str) -> str:
+        """What messages and patches call a module's file."""
         return self.layout.name(self.layout.file_of(module))
 
     @functools.cache  # noqa: B019
@@ -173,14 +175,14 @@ class Tree:
         try:
             return tuple(symbols(ast.parse(text)))
         except (SyntaxError, ValueError):
-            raise Misfit(f"{self._name(module)} is not Python that can be read") from None
+            raise Misfit(f"{self.name(module)} is not Python that can be read") from None
 
     def symbol(self, symbol: str) -> ast.AST:
         """A symbol's syntax tree without our patches. Raises Misfit unless there is exactly one."""
         module = self.home(symbol)
         found = [node for name, node in self._symbols(module, self.base(module)) if name == symbol]
         if len(found) != 1:
-            raise Misfit(f"{symbol} is defined {len(found)} times in {self._name(module)}")
+            raise Misfit(f"{symbol} is defined {len(found)} times in {self.name(module)}")
         return found[0]
 
     def modules(self, patches: Iterable[Patch]) -> list[str]:
@@ -197,8 +199,9 @@ class Tree:
             if self.text(module) is not None:
                 with contextlib.suppress(Misfit):  # its symbols are then missing, and named as such
                     found[module] = self._symbols(module, self.base(module))
-        nearest, differs = table.nearest(table.measure(found))
-        return Recognition(table.version_of(self.layout), nearest, tuple(differs))
+        says = table.version_of(self.layout)
+        nearest, differs = table.nearest(table.measure(found), says)
+        return Recognition(says, nearest, tuple(differs))
 
     def survey(self) -> list[Verdict]:
         """Every patch's verdict."""
@@ -218,7 +221,7 @@ class Tree:
         if patch.name in here:
             for module in self.modules([patch]):
                 if patch.name not in self._marks(module):
-                    why = f"half applied: {self._name(module)} lacks it"
+                    why = f"half applied: {self.name(module)} lacks it"
                     return Verdict(patch, State.MISFIT, why, anchors)
             return Verdict(patch, State.APPLIED, "", anchors)
         if not broken:

@@ -97,15 +97,18 @@ def measure(modules: Mapping[str, Iterable[tuple[str, ast.AST]]]) -> dict[str, s
     return found
 
 
-def nearest(found: Mapping[str, str]) -> tuple[str, list[str]]:
-    """The release that a tree differs least from, and the symbols that differ."""
+def nearest(found: Mapping[str, str], says: str | None) -> tuple[str, list[str]]:
+    """The release that a tree differs least from, and the symbols that differ.
+
+    Of releases with the same code it is the one that the tree ``says`` it is, else the newest.
+    """
     differing = {
         version: sorted(
             name for name in known.keys() | found.keys() if known.get(name) != found.get(name)
         )
         for version, known in releases().items()
     }
-    version = min(reversed(differing), key=lambda each: len(differing[each]))
+    version = min(reversed(differing), key=lambda each: (len(differing[each]), each != says))
     return version, differing[version]
 
 

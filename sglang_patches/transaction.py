@@ -43,10 +43,15 @@ def locked(root: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"cannot open {root}: {error.strerror}") from None
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another process is patching {root}; try again when it is done"
+            ) from None
+        except OSError as error:
+            raise ConfigError(f"cannot lock {root}: {error.strerror}") from None
         yield
-    except BlockingIOError:
-        raise ConfigError(f"another process is patching {root}; try again when it is done") from None
     finally:
         os.close(handle)
 
@@ -128,7 +133,7 @@ def write(root: Path, changes: Mapping[Path, Change], commit: MoveHead | None = 
 
 
 def _roll_back(root: Path, state: Path, files: Mapping[str, Mapping[str, str]]) -> None:
-    """Put back each file that was replaced. Others are left alone, and so is all that is not ours."""
+    """Put back each file that was replaced, and no other."""
     for name, entry in files.items():
         file, old = root / name, state / entry["old"]
         if old.exists() and _hash(_read(file)) == entry["after"]:
@@ -143,7 +148,12 @@ def _clear(state: Path) -> None:
         return
     (state / "manifest").unlink(missing_ok=True)
     _sync(state)
-    for place in (*state.glob("*.old"), *state.glob("*.new"), state / "draft", state / ".gitignore"):
+    for place in (
+        *state.glob("*.old"),
+        *state.glob("*.new"),
+        state / "draft",
+        state / ".gitignore",
+    ):
         place.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # what is not ours stays
         state.rmdir()

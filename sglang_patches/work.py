@@ -7,7 +7,7 @@ import difflib
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from hicache_guard.core.errors import ConfigError
@@ -44,7 +44,7 @@ def apply(tree: Tree, patches: Sequence[Patch], *, commit: bool = False) -> Mapp
         )
     if changes:
         before = git.head(root)
-        after = git.commits(root, before, steps(tree, patches))
+        after = git.commits(root, before, steps(tree, patches, tree.present()))
         move = git.MoveHead(root, before, after, tuple(names.values()))
         transaction.write(root, changes, move)
     return changes
@@ -59,16 +59,15 @@ def _refuse_dirty(root: Path, changes: Mapping[Path, Change], names: Mapping[Pat
             raise ConfigError(f"{unclean[0]} has uncommitted changes; commit or stash them first")
 
 
-def steps(tree: Tree, patches: Sequence[Patch], prefix: str = "") -> list[git.Step]:
-    """One commit a patch, on top of what the tree carries."""
-    carried = tree.present() - {patch.name for patch in patches}
+def steps(
+    tree: Tree, patches: Sequence[Patch], carried: Collection[str] = (), prefix: str = ""
+) -> list[git.Step]:
+    """One commit a patch, on top of the patches that are ``carried`` already."""
     found = []
     for patch in patches:
         carried = {*carried, patch.name}
         files = {
-            prefix + tree.layout.name(tree.layout.file_of(module)): tree.compose(
-                module, carried
-            ).encode()
+            prefix + tree.name(module): tree.compose(module, carried).encode()
             for module in tree.modules([patch])
         }
         found.append(git.Step(patch.message(), files))
@@ -103,15 +102,14 @@ def export(tree: Tree, patches: Sequence[Patch], folder: Path) -> list[str]:
     """
     prefix = "" if tree.layout.kind == "checkout" else "python/"
     base = {
-        prefix + tree.layout.name(tree.layout.file_of(module)): tree.base(module).encode()
-        for module in tree.modules(patches)
+        prefix + tree.name(module): tree.base(module).encode() for module in tree.modules(patches)
     }
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".hicache-guard-", dir=folder.parent) as scratch:
             place = Path(scratch) / "patches"
             place.mkdir()
-            files = git.mails(base, steps(tree, patches, prefix), place) if patches else []
+            files = git.mails(base, steps(tree, patches, prefix=prefix), place) if patches else []
             os.replace(place, folder)
     except OSError as error:
         raise ConfigError(

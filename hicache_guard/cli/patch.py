@@ -20,7 +20,9 @@ from hicache_guard.patches.plan import State, Tree
 
 app = typer.Typer(help="Patch the source of an SGLang checkout, or take patches out again.")
 
-_TreePath = Annotated[Path, typer.Argument(metavar="PATH", help="A checkout, wheel, site-packages.")]
+_TreePath = Annotated[
+    Path, typer.Argument(metavar="PATH", help="A checkout, wheel, site-packages.")
+]
 _Only = Annotated[list[str] | None, typer.Option(help="Only these; repeat it, or use commas.")]
 _Without = Annotated[list[str] | None, typer.Option(help="All but these; as --only.")]
 _Force = Annotated[
@@ -61,7 +63,9 @@ def check(path: _TreePath) -> int:
     """Say what each patch is to a tree and why. Exit status 1 where one does not fit."""
     with _opened(path) as tree:
         console = Console()
-        console.print(f"{tree.layout.root} ({tree.layout.kind}): {tree.recognition}", soft_wrap=True)
+        console.print(
+            f"{tree.layout.root} ({tree.layout.kind}): {tree.recognition}", soft_wrap=True
+        )
         verdicts = tree.survey()
         table = _table("reports", "state", "why")
         for verdict in verdicts:
@@ -69,16 +73,16 @@ def check(path: _TreePath) -> int:
                 verdict.patch.name, _reports(verdict.patch), _state(verdict), escape(verdict.why)
             )
         console.print(table)
-        unknown = tree.recognition.says is None or tree.recognition.is_unknown_release
-        if unknown or any(verdict.state is State.MISFIT for verdict in verdicts):
+        misfit = any(verdict.state is State.MISFIT for verdict in verdicts)
+        if misfit or not tree.recognition.is_known:
             _show_anchors(console, verdicts)
-        if tree.recognition.differs and unknown:
+        if tree.recognition.differs:
             _show_differing(console, tree.recognition)
         for verdict in verdicts:
             if verdict.difference:
                 console.print(f"[bold]{verdict.patch.name}[/]")
                 console.print(verdict.difference, markup=False, highlight=False, soft_wrap=True)
-        return int(any(verdict.state is State.MISFIT for verdict in verdicts))
+        return int(misfit)
 
 
 @app.command()
@@ -157,7 +161,9 @@ def status(path: _TreePath) -> None:
     """List the patches that a tree carries."""
     with _opened(path) as tree:
         console = Console()
-        console.print(f"{tree.layout.root} ({tree.layout.kind}): {tree.recognition}", soft_wrap=True)
+        console.print(
+            f"{tree.layout.root} ({tree.layout.kind}): {tree.recognition}", soft_wrap=True
+        )
         table = _table("reports", "state", "why")
         for verdict in tree.survey():
             if verdict.patch.name in tree.present():
