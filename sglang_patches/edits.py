@@ -9,6 +9,7 @@ copy of the file is needed.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from typing import Literal, Protocol
 import libcst as cst
 
 from hicache_guard.patches.anchors import (
-    Definition,
     Find,
     Misfit,
     Statement,
@@ -68,18 +68,18 @@ class Insert:
                 last.body[-1], cst.Return | cst.Raise
             ):
                 raise Misfit(f"{name} ends by leaving; nothing after it would run")
-            return _rebuild(module, {id(last): ([], ours)})
+            return _rebuild(module, name, {id(last): ([], ours)})
         if self.where == "start":
             if len(body.body) == 1 and _is_docstring(body.body[0]):
-                return _rebuild(module, {id(body.body[0]): ([], ours)})
+                return _rebuild(module, name, {id(body.body[0]): ([], ours)})
             first = body.body[1 if _is_docstring(body.body[0]) else 0]
-            return _rebuild(module, {id(first): (ours, [])})
+            return _rebuild(module, name, {id(first): (ours, [])})
         assert self.at is not None, "before and after need a statement"
         places = self.at.locate(body)
         if any(isinstance(p, cst.SimpleStatementLine) and len(p.body) > 1 for p in places):
             raise Misfit(f"{self.at} shares its line with another statement")
         around = (ours, []) if self.where == "before" else ([], ours)
-        return _rebuild(module, {id(place): around for place in places})
+        return _rebuild(module, name, {id(place): around for place in places})
 
     def undo(self, text: str, name: str, patch: str) -> str:
         module = parse(text)
@@ -95,7 +95,7 @@ class Insert:
         times = self.at.times if self.at else 1
         if len(runs) < times:
             raise Misfit(f"what {patch} wrote in {name} was changed by hand")
-        return _rebuild(module, {}, remove={id(node) for run in runs[:times] for node in run})
+        return _rebuild(module, name, {}, remove={id(node) for run in runs[:times] for node in run})
 
 
 @dataclass(frozen=True)
@@ -109,49 +109,54 @@ class AddImport:
         ours = _statements(module, self.statement, patch)
         if any(_plain([node]) == _plain(ours) for node in module.body):
             return text
-        above = _last_of_the_head(module)
-        if above is None:
-            return _rebuild(module, {id(module.body[0]): (ours, [])})
-        return _rebuild(module, {id(above): ([], ours)})
+        above = _length_of_the_head(module)
+        if not above:
+            raise Misfit("it starts with neither a docstring nor an import to add one below")
+        return module.with_changes(body=[*module.body[:above], *ours, *module.body[above:]]).code
 
     def undo(self, text: str, name: str, patch: str) -> str:
         module = parse(text)
         wanted = _plain(_statements(module, self.statement, patch))
-        found = [
-            node for node in module.body if _is_marked(node, patch) and _plain([node]) == wanted
-        ]
-        return _rebuild(module, {}, remove={id(found[0])}) if found else text
+        for place, node in enumerate(module.body):
+            if _is_marked(node, patch) and _plain([node]) == wanted:
+                return module.with_changes(
+                    body=[*module.body[:place], *module.body[place + 1 :]]
+                ).code
+        return text
 
 
 @dataclass(frozen=True)
 class Decorate:
-    """Puts a decorator of ours around a class or function; its import is an edit of its own."""
+    """Puts a decorator of ours around a class or function, outside those that it has.
+
+    The import that it needs is an edit of its own.
+    """
 
     decorator: str
 
     def apply(self, text: str, name: str, patch: str) -> str:
         module = parse(text)
         node = symbol(module, name)
-        ours = cst.Decorator(
-            cst.parse_expression(self.decorator), leading_lines=[_comment(marker(patch))]
+        ours = cst.Decorator(cst.parse_expression(self.decorator))
+        new = node.with_changes(
+            leading_lines=[*node.leading_lines, cst.EmptyLine(comment=cst.Comment(marker(patch)))],
+            decorators=[ours, *node.decorators],
         )
-        return _redecorate(module, node, [ours, *node.decorators])
+        return _exchange(module, name, node, new)
 
     def undo(self, text: str, name: str, patch: str) -> str:
         module = parse(text)
         node = symbol(module, name)
-        wanted = cst.parse_expression(self.decorator)
-        kept = [
-            each
-            for each in node.decorators
-            if not (
-                _comments(each.leading_lines)[-1:] == [marker(patch)]
-                and each.decorator.deep_equals(wanted)
-            )
-        ]
-        if len(kept) != len(node.decorators) - 1:
+        if (
+            _comments(node.leading_lines[-1:]) != [marker(patch)]
+            or not node.decorators
+            or not node.decorators[0].decorator.deep_equals(cst.parse_expression(self.decorator))
+        ):
             raise Misfit(f"what {patch} wrote at {name} was changed by hand")
-        return _redecorate(module, node, kept)
+        new = node.with_changes(
+            leading_lines=node.leading_lines[:-1], decorators=node.decorators[1:]
+        )
+        return _exchange(module, name, node, new)
 
 
 @dataclass(frozen=True)
@@ -222,6 +227,7 @@ class Replace:
 # ---------------------------------------------------------------- LibCST
 
 
+@functools.lru_cache(maxsize=16)
 def parse(text: str) -> cst.Module:
     """A module that LibCST gives back as it took it; Misfit otherwise."""
     try:
@@ -250,10 +256,6 @@ def _statements(module: cst.Module, text: str, patch: str) -> list[Statement]:
     return [first.with_changes(leading_lines=[*ours.header, *first.leading_lines]), *rest]
 
 
-def _comment(text: str) -> cst.EmptyLine:
-    return cst.EmptyLine(comment=cst.Comment(text))
-
-
 def _comments(lines: Sequence[cst.EmptyLine]) -> list[str]:
     return [line.comment.value for line in lines if line.comment]
 
@@ -276,26 +278,24 @@ def _is_docstring(node: cst.CSTNode) -> bool:
     )
 
 
-def _last_of_the_head(module: cst.Module) -> Statement | None:
-    """The last of the docstring and imports that a module starts with."""
-    last: Statement | None = None
-    for node in module.body:
+def _length_of_the_head(module: cst.Module) -> int:
+    """How many statements a module starts with that are its docstring or imports."""
+    for place, node in enumerate(module.body):
         if not (
             isinstance(node, cst.SimpleStatementLine)
             and (_is_docstring(node) or isinstance(node.body[0], cst.Import | cst.ImportFrom))
         ):
-            break
-        last = node
-    return last
+            return place
+    return len(module.body)
 
 
 _Around = tuple[Sequence[Statement], Sequence[Statement]]
 
 
 def _rebuild(
-    module: cst.Module, around: Mapping[int, _Around], remove: Collection[int] = ()
+    module: cst.Module, name: str, around: Mapping[int, _Around], remove: Collection[int] = ()
 ) -> str:
-    """The module's text with statements put before and after others, and others removed."""
+    """The text with statements put before and after others in a symbol, and others removed."""
 
     class Rebuild(cst.CSTTransformer):
         def on_leave(self, original: cst.CSTNode, updated: cst.CSTNode) -> object:  # type: ignore[override]
@@ -306,11 +306,22 @@ def _rebuild(
                 return cst.FlattenSentinel([*before, updated, *after])
             return updated
 
-    return module.visit(Rebuild()).code
+    node = symbol(module, name)
+    return _exchange(module, name, node, node.visit(Rebuild()))
 
 
-def _redecorate(module: cst.Module, node: Definition, decorators: list[cst.Decorator]) -> str:
-    return module.with_deep_changes(node, decorators=decorators).code
+def _exchange(module: cst.Module, name: str, old: cst.CSTNode, new: object) -> str:
+    """The text with a symbol's node exchanged; only the way down to it is made anew."""
+    owner, _, member = name.removeprefix("class ").partition(".")
+    if member:
+        outer = symbol(module, owner)
+        block = outer.body.with_changes(body=_swapped(outer.body.body, old, new))
+        old, new = outer, outer.with_changes(body=block)
+    return module.with_changes(body=_swapped(module.body, old, new)).code
+
+
+def _swapped(nodes: Sequence[cst.CSTNode], old: cst.CSTNode, new: object) -> list[object]:
+    return [new if node is old else node for node in nodes]
 
 
 # ---------------------------------------------------------------- positions

@@ -188,8 +188,8 @@ def _split(names: list[str] | None) -> list[str]:
     return found
 
 
-def _table(*columns: str, title: str | None = None) -> Table:
-    table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1))
+def _table(*columns: str) -> Table:
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1))
     table.add_column("patch", no_wrap=True)
     for column in columns:
         table.add_column(column)
@@ -205,17 +205,17 @@ def _state(verdict: plan.Verdict) -> str:
 
 
 def _show_anchors(console: Console, verdicts: list[plan.Verdict]) -> None:
-    table = _table("symbol", "found", "expected", title="Anchors")
+    """Anchor by anchor, a line each: a symbol is too long for a column."""
     for verdict in verdicts:
         for anchor in verdict.anchors:
-            style = "green" if anchor.holds else "bold red"
-            table.add_row(
-                verdict.patch.name,
-                anchor.symbol,
-                f"[{style}]{anchor.found or 'missing'}",
-                "\n".join(anchor.accepted),
-            )
-    console.print(table)
+            told = f"[green]✓[/] {anchor.symbol} {anchor.found}"
+            if not anchor.holds:
+                expected = " or ".join(anchor.accepted)
+                told = (
+                    f"[bold red]✗[/] {anchor.symbol} {anchor.found or 'missing'}, "
+                    f"expected {expected}"
+                )
+            console.print(f"{told} [dim]{verdict.patch.name}", highlight=False, soft_wrap=True)
 
 
 def _show_differing(console: Console, recognition: plan.Recognition) -> None:
