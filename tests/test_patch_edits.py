@@ -207,7 +207,8 @@ def _print_of(text: str, name: str) -> str:
 
 
 def test_fingerprint_ignores_formatting_and_nothing_else() -> None:
-    """Mutation seen: a fingerprint that keeps docstrings, or drops keyword names, fails this."""
+    """Mutations seen: a fingerprint that keeps docstrings, and one that drops the names of fields
+    and so takes ``x[1:]`` for ``x[:1]``, fail this."""
     same = (
         SOURCE.replace('"""Take some."""\n', '"""Other words."""\n\n\n')
         .replace("        # why it may be empty\n", "")
@@ -229,6 +230,8 @@ def test_fingerprint_ignores_formatting_and_nothing_else() -> None:
         ("return None", "return"),
     ]:
         assert _print_of(SOURCE.replace(old, new), "Pool") != _print_of(SOURCE, "Pool"), new
+    ends = (f"def f(x):\n    return x[{part}]\n" for part in ("1:", ":1"))
+    assert len({_print_of(text, "f") for text in ends}) == 2
     header = _print_of(SOURCE, "class Pool")
     assert _print_of(SOURCE.replace("limit = 4", "limit = 5"), "class Pool") == header
     assert _print_of(SOURCE.replace("class Pool:", "class Pool(Base):"), "class Pool") != header

@@ -17,7 +17,7 @@ from patch_trees import checkout, git, small_tree, snapshot
 from hicache_guard import checkouts
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.patches import catalogue, layout, plan, table, work
-from hicache_guard.patches.edits import AddImport, Decorate
+from hicache_guard.patches.edits import AddImport, Decorate, Insert
 from hicache_guard.patches.layout import Layout
 from hicache_guard.patches.patch import Patch, Target
 from hicache_guard.patches.plan import State, Tree
@@ -223,6 +223,19 @@ def test_moved_to_another_file_is_found_or_refused(tmp_path: Path) -> None:
     old.unlink()
     apply(root, "tail-of-zero")
     assert b"# hicache-guard: tail-of-zero" in new.read_bytes()
+
+
+def test_what_could_not_be_restored_exactly_is_not_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each apply proves its reverse. Mutation seen: without that comparison this fails."""
+    root = small_tree("0.5.12", tmp_path / "tree")
+    before = snapshot(root)
+    real = Insert.undo
+    monkeypatch.setattr(Insert, "undo", lambda *arguments: real(*arguments) + "\n")
+    with pytest.raises(ConfigError, match="could not be restored exactly"):
+        apply(root)
+    assert snapshot(root) == before
 
 
 def test_difference_is_shown_where_a_reference_is_here(tmp_path: Path) -> None:

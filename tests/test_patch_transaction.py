@@ -88,8 +88,8 @@ def _die_at(step: int) -> None:
 def test_kill_at_every_step(tree: Path) -> None:
     """Not at random: at each call that touches the file system, one after the other.
 
-    Mutations seen: renaming before the manifest is there, a manifest removed last, and recovery
-    that only deletes the state folder each fail this.
+    Mutations seen: renaming before the manifest is there, and recovery that only deletes the state
+    folder, each fail this.
     """
     before, planned = snapshot(tree), changes(tree)
     seen = set()
