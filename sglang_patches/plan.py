@@ -98,9 +98,7 @@ class Tree:
         file = self.layout.file_of(module)
         try:
             return file.read_bytes().decode()
-        except FileNotFoundError:
-            return None
-        except NotADirectoryError:
+        except (FileNotFoundError, NotADirectoryError):
             return None
         except IsADirectoryError:
             raise ConfigError(f"{file} is a folder, not a file") from None
@@ -221,7 +219,7 @@ class Tree:
         if patch.name in here:
             for module in self.modules([patch]):
                 if patch.name not in self._marks(module):
-                    why = f"half applied: {self.name(module)} lacks it"
+                    why = f"half applied: {self.name(module)} lacks it; reverse it first"
                     return Verdict(patch, State.MISFIT, why, anchors)
             return Verdict(patch, State.APPLIED, "", anchors)
         if not broken:

@@ -15,10 +15,12 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.patches.git import MoveHead
@@ -66,7 +68,10 @@ def recover(root: Path) -> str:
             _clear(state)  # nothing had been replaced yet
         return ""
     with _explained(root):
-        kept = json.loads(manifest.read_bytes())
+        kept = _load(manifest)
+    for name in kept["files"]:
+        refuse_links(root, root / name)
+    with _explained(root):
         hashes = {name: _hash(_read(root / name)) for name in kept["files"]}
     for name, entry in kept["files"].items():
         if hashes[name] not in (entry["before"], entry["after"]):
@@ -74,7 +79,9 @@ def recover(root: Path) -> str:
                 f"an interrupted run left {root} half-way, and {name} was changed since; put back "
                 f"{state / entry['old']} in its place, or delete {state} to keep all as it is"
             )
-    commit = kept["commit"] and MoveHead(root, **kept["commit"], files=tuple(kept["files"]))
+    commit = kept["commit"] and MoveHead(
+        root, kept["commit"]["before"], kept["commit"]["after"], tuple(kept["files"])
+    )
     replaced = all(hashes[name] == entry["after"] for name, entry in kept["files"].items())
     with _explained(root):
         if commit.is_done() if commit else replaced:
@@ -84,6 +91,25 @@ def recover(root: Path) -> str:
             return "an interrupted run was completed"
         _roll_back(root, state, kept["files"])
     return "an interrupted run was rolled back"
+
+
+def _load(manifest: Path) -> dict[str, Any]:
+    """A manifest as we write it; ValueError otherwise, for it may have come with the tree."""
+    kept: dict[str, Any] = json.loads(manifest.read_bytes())
+    try:
+        entries = kept["files"].values()
+        names = [entry[kind] for entry in entries for kind in ("old", "new")]
+        hashes = [entry[kind] for entry in entries for kind in ("before", "after")]
+        if kept["commit"]:  # both go to git's command line
+            hashes += [kept["commit"]["before"], kept["commit"]["after"]]
+        is_ours = all(re.fullmatch(r"\d+\.(old|new)", name) for name in names) and all(
+            re.fullmatch(r"[0-9a-f]{40,64}", each) for each in hashes
+        )
+    except (AttributeError, KeyError, TypeError):
+        is_ours = False
+    if not is_ours:
+        raise ValueError("not a manifest of ours")
+    return kept
 
 
 def write(root: Path, changes: Mapping[Path, Change], commit: MoveHead | None = None) -> None:

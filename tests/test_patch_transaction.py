@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import os
 import random
 import resource
@@ -370,3 +372,39 @@ def test_state_folder_that_is_a_link_is_refused(tree: Path, tmp_path: Path) -> N
     (tree / transaction.STATE).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="is a link"):
         settle(tree)
+
+
+@pytest.mark.parametrize("name", ["../outside", "/OUTSIDE", "sub/../../outside", "link/x"])
+def test_manifest_that_leads_out_is_refused(tree: Path, tmp_path: Path, name: str) -> None:
+    """It may have come with the tree. Mutation seen: ``recover`` without its check fails this."""
+    name = name.replace("/OUTSIDE", str(tmp_path / "outside"))
+    (tmp_path / "outside").write_text("theirs")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "x").write_text("theirs")
+    (tree / "link").symlink_to(tmp_path / "folder")
+    state = tree / transaction.STATE
+    state.mkdir()
+    (state / "0.old").write_text("evil")
+    theirs = hashlib.sha256(b"theirs").hexdigest()
+    entry = {"old": "0.old", "new": "0.new", "before": "0" * 64, "after": theirs}
+    other = {**entry, "old": "1.old", "after": "1" * 64, "before": hashlib.sha256(b"z").hexdigest()}
+    (tree / "z").write_text("z")
+    (state / "manifest").write_text(
+        json.dumps({"files": {name: entry, "z": other}, "commit": None})
+    )
+    with pytest.raises(ConfigError, match=r"leads out of|is a link"):
+        settle(tree)
+    assert (tmp_path / "outside").read_text() == "theirs"
+    assert (tmp_path / "folder" / "x").read_text() == "theirs"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"files": {"a": {}}}', '{"files": {"a.py": {"old": "../x"}}}']
+)
+def test_damaged_manifest_is_one_line(tree: Path, text: str) -> None:
+    (tree / transaction.STATE).mkdir()
+    (tree / transaction.STATE / "manifest").write_text(text)
+    before = snapshot(tree)
+    with pytest.raises(ConfigError, match="is damaged"):
+        settle(tree)
+    assert snapshot(tree) == before
