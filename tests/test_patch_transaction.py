@@ -153,7 +153,7 @@ def test_kill_while_recovering(tree: Path) -> None:
 
 @pytest.mark.sglang
 def test_two_hundred_kills_of_apply(tmp_path: Path) -> None:
-    """SIGKILL at random moments of the whole of ``apply`` on real files: before or after."""
+    """SIGKILL at random moments of the writing part of ``apply`` and ``reverse`` on real files."""
     root = small_tree("0.5.12", tmp_path / "tree")
     before = snapshot(root)
     with work.opened(root) as (opened, _):
