@@ -8,7 +8,7 @@ from typing import NoReturn
 import typer
 
 from hicache_guard import __version__
-from hicache_guard.cli import bench, demo, doctor, releases, repro
+from hicache_guard.cli import bench, demo, doctor, patch, releases, repro
 from hicache_guard.core.errors import GuardError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.add_typer(releases.app, name="releases")
 app.add_typer(bench.app, name="bench")
+app.add_typer(patch.app, name="patch")
 app.command("repro")(repro.repro)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)

@@ -1,0 +1,127 @@
+"""``hicache-guard patch``: tables and lines, exit statuses, and bad input that changes nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from patch_trees import checkout, git, small_tree, snapshot
+
+from hicache_guard.patches import catalogue, layout, transaction
+
+pytestmark = pytest.mark.sglang
+
+
+def _run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "hicache_guard.cli.main", "patch", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_a_session(tmp_path: Path) -> None:
+    root = checkout("0.5.12", tmp_path / "tree")
+    before = snapshot(root)
+    listed = _run("list")
+    assert all(patch.name in listed.stdout for patch in catalogue.PATCHES)
+
+    checked = _run("check", root)
+    assert checked.returncode == 0, checked.stderr
+    assert "nearest to SGLang 0.5.12, no symbol differs" in checked.stdout
+    assert checked.stdout.count("applies") == 3
+
+    shown = _run("diff", root / "python", "--only", "tail-of-zero,tail-clears-mapping")
+    assert snapshot(root) == before
+    git_reads = subprocess.run(
+        ["git", "-C", str(root), "apply", "--numstat"],
+        input=shown.stdout,
+        capture_output=True,
+        text=True,
+    )
+    assert git_reads.stdout.split() == ["4", "0", "python/sglang/srt/mem_cache/swa_memory_pool.py"]
+
+    applied = _run("apply", root, "--without", "tail-of-zero", "--commit")
+    assert applied.returncode == 0, applied.stderr
+    assert "applied tail-clears-mapping" in applied.stdout
+    assert len(git(root, "log", "--format=%h").split()) == 3
+    told = _run("status", root).stdout
+    assert "tail-clears-mapping" in told
+    assert "tail-of-zero" not in told
+    assert "nothing to do" in _run("apply", root, "--only", "tail-clears-mapping").stdout
+
+    assert _run("reverse", root).returncode == 0
+    assert snapshot(root) == before
+    assert "no patch is applied" in _run("status", root).stdout
+
+
+def test_check_names_what_differs_and_exits_1(tmp_path: Path) -> None:
+    root = small_tree("0.5.23", tmp_path / "tree")
+    file = root / "sglang/srt/mem_cache/allocator/swa.py"
+    file.write_text(file.read_text().replace("if swa_tail_len == 0:", "if swa_tail_len == 1:"))
+    before = snapshot(root)
+    checked = _run("check", root)
+    assert checked.returncode == 1
+    assert "does not fit" in checked.stdout
+    assert "✗ SWATokenToKVPoolAllocator.alloc_extend_swa_tail" in checked.stdout
+    assert "+        if swa_tail_len == 1:" in checked.stdout.replace("+    if", "+        if")
+    assert snapshot(root) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["apply", "TREE/nowhere"], "cannot read"),
+        (["apply", "TREE/sglang/srt/mem_cache"], "holds no SGLang"),
+        (["apply", "TREE", "--only", "nonsense"], "nonsense"),
+        (["apply", "TREE", "--only", ""], "empty"),
+        (["apply", "TREE", "--without", "../x"], "../x"),
+        (["apply", "TREE", "--commit"], "not a git checkout"),
+        (["reverse", "TREE", "--only", "nonsense"], "nonsense"),
+        (["export", "TREE"], "--output"),
+        (["export", "TREE", "-o", "TREE"], "new or empty"),
+        (["export", "TREE", "-o", "TREE/sglang/version.py"], "new or empty"),
+        (["export", "TREE", "-o", "TREE/sglang/version.py/x"], "cannot write"),
+        (["status"], "PATH"),
+        (["nonsense"], "nonsense"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_2(arguments: list[str], says: str, tmp_path: Path) -> None:
+    root = small_tree("0.5.12", tmp_path / "tree")
+    before = snapshot(tmp_path)
+    done = _run(*(argument.replace("TREE", str(root)) for argument in arguments))
+    assert done.returncode == 2, done.stdout
+    assert done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert says in done.stderr
+    assert snapshot(tmp_path) == before
+
+
+def test_second_process_is_told(tmp_path: Path) -> None:
+    root = small_tree("0.5.12", tmp_path / "tree")
+    with transaction.locked(layout.find(root).root):
+        done = _run("apply", root)
+    assert done.returncode == 2
+    assert "another process" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("spoil", ["read-only", "folder", "latin-1"])
+def test_a_file_that_cannot_be_patched(spoil: str, tmp_path: Path) -> None:
+    root = small_tree("0.5.12", tmp_path / "tree")
+    file = root / "sglang/srt/mem_cache/deepseek_v4_memory_pool.py"
+    if spoil == "read-only":
+        file.chmod(0o444)
+    elif spoil == "folder":
+        file.unlink()
+        file.mkdir()
+    else:
+        file.write_bytes(file.read_bytes() + b"# \xe9\n")
+    before = snapshot(root)
+    done = _run("apply", root)
+    assert done.returncode == 2
+    assert "deepseek_v4_memory_pool.py" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert snapshot(root) == before
