@@ -19,6 +19,7 @@ from hicache_guard.adapters.link import (
     AllocatorLink,
     Factory,
     PoolLink,
+    free_list,
     in_free_group,
     link_of,
 )
@@ -618,7 +619,10 @@ def restore_state(original: Method, allocator: Any, state: Any) -> None:
         return
     with link.operation("restore_state"):
         original(allocator, state)
-        link.guard.restored(state)
+        if not link.guard.restored(state):
+            for pool in link.pools:
+                link.guard.resync(pool.ledger, free_list(pool.pool()))
+            link.guard.reconcile(link.guard.map.mapping)
 
 
 def clear(original: Method, allocator: Any) -> None:

@@ -33,6 +33,8 @@ logger = logging.getLogger("hicache_guard")
 MAX_REPORTS_PER_KIND = 50
 #: Verdicts under way before the oldest is waited for, so that a stalled device cannot pile them up.
 MAX_VERDICTS_UNDER_WAY = 4096
+#: Operations remembered as reported; an operation's reports come close together.
+MAX_REPORTED = 65_536
 #: Backups that can be restored with their mapping; SGLang keeps one at a time.
 MAX_BACKUPS = 8
 
@@ -184,6 +186,8 @@ class PoolGuard:
         key = (operation.serial, violation.fault)
         if key in self._reported:
             return
+        if len(self._reported) >= MAX_REPORTED:
+            self._reported.clear()
         self._reported.add(key)
         self.tally.violations[violation.fault] += 1
         self.tally.slots[violation.fault] += violation.slots
@@ -246,6 +250,8 @@ class PoolGuard:
     def _owner_text(self, side: str, slot: int) -> str:
         if side != "window" or self.device.type != "cpu" or slot >= self.map.owner.numel():
             return ""
+        if int(self.window.born.numpy()[slot // self.page_size]) >= FREED:
+            return ", which is free"
         owner = int(self.map.owner.numpy()[slot])
         born = int(self.full.born.numpy()[min(owner // self.page_size, self.full.outside)])
         if owner == 0 or born >= FREED:
@@ -848,14 +854,15 @@ class PoolGuard:
             self.undo.close(self._backups.popleft()[1])
         self._backups.append((state, self.undo.open()))
 
-    def restored(self, state: object) -> None:
+    def restored(self, state: object) -> bool:
         """Free lists went back to ``state``; take ledgers (and in enforce the mapping) along.
 
         The entries of slots that were live at the backup and are live again must be what they were.
+        Returns False where what was written since is not known: then the pools must be looked at.
         """
         log = next((log for kept, log in self._backups if kept is state), None)
-        if log is None:
-            return
+        if log is None or log.full:
+            return False
         entries = log.entries(self.map.mapping)
         touched = [log.entries(tensor) for tensor in (self.full.born, self.window.born)]
         for ledger, saved in zip((self.full, self.window), touched, strict=True):
@@ -882,6 +889,7 @@ class PoolGuard:
                         tensor.index_copy_(0, index, values)
         self.undo.close(log)
         self._backups = deque(pair for pair in self._backups if pair[1] is not log)
+        return True
 
     def cleared(self, full_slots: int, window_slots: int) -> None:
         """Both pools were emptied and the mapping cleared; sizes may have changed."""

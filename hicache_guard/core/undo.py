@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import torch
 
+#: Writes that a log holds. SGLang restores a backup within a step or never.
+MAX_SAVED = 16_384
+
 
 class UndoLog:
     """Old values of tensor entries, in the order in which they were overwritten."""
 
     def __init__(self) -> None:
         self._saved: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    @property
+    def full(self) -> bool:
+        """Whether so much was overwritten since that it will not be taken back any more."""
+        return len(self._saved) >= MAX_SAVED
 
     def save(self, tensor: torch.Tensor, index: torch.Tensor) -> None:
         """Keep ``tensor[index]`` (index int64, within range) before it is overwritten."""
@@ -47,6 +55,8 @@ class UndoLogs:
     def save(self, tensor: torch.Tensor, index: torch.Tensor) -> None:
         for log in self._open:
             log.save(tensor, index)
+            if log.full:
+                self.close(log)
 
     def __bool__(self) -> bool:
         return bool(self._open)
