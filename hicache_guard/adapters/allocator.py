@@ -102,24 +102,29 @@ def _alloc(original: Method) -> Method:
 alloc = Factory(_alloc)
 
 
-def alloc_extend(
-    original: Method,
-    allocator: Any,
-    prefix_lens: torch.Tensor,
-    prefix_lens_cpu: torch.Tensor,
-    seq_lens: torch.Tensor,
-    seq_lens_cpu: torch.Tensor,
-    last_loc: torch.Tensor,
-    extend_num_tokens: int,
-) -> Any:
-    args = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens)
-    link = link_of(allocator)
-    if link is None:
-        return original(allocator, *args)
-    most = extend_num_tokens // allocator.page_size + len(prefix_lens) + 1
-    # The batch keeps its lengths and last slots, and overwrites them as it goes on.
-    after = Last(last_loc.clone(), prefix_lens.clone())
-    return _allocate(link, "alloc_extend", most, lambda: original(allocator, *args), after)
+def _alloc_extend(original: Method) -> Method:
+    def hooked(
+        allocator: Any,
+        prefix_lens: torch.Tensor,
+        prefix_lens_cpu: torch.Tensor,
+        seq_lens: torch.Tensor,
+        seq_lens_cpu: torch.Tensor,
+        last_loc: torch.Tensor,
+        extend_num_tokens: int,
+    ) -> Any:
+        args = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens)
+        link = link_of(allocator)
+        if link is None:
+            return original(allocator, *args)
+        most = extend_num_tokens // allocator.page_size + len(prefix_lens) + 1
+        # The batch keeps its lengths and last slots, and overwrites them as it goes on.
+        after = Last(last_loc.clone(), prefix_lens.clone())
+        return _allocate(link, "alloc_extend", most, lambda: original(allocator, *args), after)
+
+    return hooked
+
+
+alloc_extend = Factory(_alloc_extend)
 
 
 def alloc_extend_swa_tail(

@@ -102,8 +102,8 @@ class AllocatorLink:
         return guard.operation is None and guard.lazy and not guard.mapping_suspect
 
     def start(self, name: str) -> None:
-        """Open an outermost operation."""
-        self.guard.begin(name, _caller())
+        """Open an outermost operation; a hook calls it through one function of its module."""
+        self.guard.begin(name, sys._getframe(3))
         mapping = self.notice_unseen()
         if mapping is not None:
             try:
@@ -139,9 +139,12 @@ class AllocatorLink:
     def _see_lists(self) -> None:
         """Remember the free lists as they are now; hide those whose pages are held back."""
         backlog = self.guard.backlog
+        withholds = backlog.withholds
         for pool in self.pools:
-            if backlog.withholds and backlog.held_slots(pool.ledger):
+            if withholds and backlog.held_slots(pool.ledger):
                 pool.hide()
+            elif pool.hidden is None:
+                pool.expected = pool.state["free_pages"]
             else:
                 pool.expected = pool.reveal()
 
