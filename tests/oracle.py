@@ -35,9 +35,10 @@ class Rules:
     ``whole_pages``: a window free reads and clears the entries of every page that it touches.
     ``segments``: window frees follow an entry even where it holds nothing (segments, and slots of
     one-slot pages). ``deferred``: frees that an open group only queues. ``waits``: what an open group
-    does not queue is judged at once and reaches the pools when it ends. ``alone``: the full side has
-    a free of its own. ``tail_cleared``: a preallocation with a window tail clears the entries of the
-    rest.
+    does not queue is judged at once, and its window side reaches the pool when it ends.
+    ``full_waits``: so does the full side, the full pool having a group of its own. ``alone``: the
+    full side has a free of its own. ``tail_cleared``: a preallocation with a window tail clears the
+    entries of the rest.
     """
 
     page_size: int
@@ -45,6 +46,7 @@ class Rules:
     segments: bool
     deferred: frozenset[str]
     waits: bool
+    full_waits: bool
     alone: bool
     tail_cleared: bool
 
@@ -66,6 +68,7 @@ class Rules:
             segments=since("0.5.20"),
             deferred=frozenset(queued.get(version, () if since("0.5.20") else ("free",))),
             waits=since("0.5.19"),
+            full_waits=since("0.5.20"),
             alone=since("0.5.19"),
             tail_cleared=since("0.5.12.post1"),
         )
@@ -401,13 +404,16 @@ class Oracle:
         if plan.alone:
             self.alone |= set(self.rows_of(plan.full))
         self.unmap(plan.cleared)
-        if self.group and self.rules.waits:
+        rules = self.rules
+        if self.group and rules.full_waits:
             self.transit["full"] |= plan.full
-            self.transit["window"] |= plan.window
             if plan.exactly:
                 self.queued_exactly |= plan.full
         else:
             self.full.release(plan.full)
+        if self.group and rules.waits:
+            self.transit["window"] |= plan.window
+        else:
             self.window.release(plan.window)
 
     def release_window(self, slots: Sequence[int]) -> Plan:
