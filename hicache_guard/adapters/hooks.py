@@ -23,6 +23,7 @@ from hicache_guard.core.report import Violation
 
 logger = logging.getLogger("hicache_guard")
 
+_GONE = "not in this SGLang"
 _MARK = "__hicache_guard_original__"
 
 #: Which way each hook came in that is in place, by its target.
@@ -266,8 +267,8 @@ def hooks(release: Release) -> list[Hook]:
                 status = HookStatus.ABSENT
             else:
                 status = HookStatus.MISSING
-                detail = detail or "not in this SGLang"
-            found.append(Hook(seam, method, status, detail))
+            gone = status is HookStatus.MISSING
+            found.append(Hook(seam, method, status, (detail or _GONE) if gone else ""))
     return found
 
 
