@@ -112,7 +112,8 @@ def run(
 ) -> list[Cell]:
     """Run ``cases`` (all by default) on ``releases`` in ``modes``; one subprocess a release.
 
-    ``route`` is one of ``trees.ROUTES``: how the hooks get into the release. Raises ConfigError where a release is not on this machine or cannot be imported.
+    ``route`` is one of ``trees.ROUTES``: how the hooks get into the release. Raises ConfigError
+    where a release is not on this machine or cannot be imported.
     """
     cells: dict[tuple[str, str], Cell] = {}
     for release in releases:

@@ -126,8 +126,17 @@ class Tree:
 
     def compose(self, module: str, names: Collection[str]) -> str:
         """A module's source with exactly the patches named, whatever is in it now."""
+        concern = [
+            patch
+            for patch in self.patches
+            if patch.name in names
+            and any(self.home(target.symbol) == module for target in patch.targets)
+        ]
+        return self._compose(module, tuple(concern))
+
+    @functools.cache  # noqa: B019
+    def _compose(self, module: str, chosen: tuple[Patch, ...]) -> str:
         text = base = self.base(module)
-        chosen = [patch for patch in self.patches if patch.name in names]
         for patch in chosen:
             text = self._each_edit(patch, module, text)
         back = text

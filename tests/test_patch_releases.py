@@ -89,7 +89,7 @@ def test_apply_on_the_whole_release_touches_nothing_else(version: str, tmp_path:
     source = checkouts.require(version) if checkouts.is_fetched(version) else None
     if source is None:
         pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    subprocess.run(["cp", "-r", str(source), str(tmp_path / "tree")], check=True)
+    subprocess.run(["cp", "-rL", str(source), str(tmp_path / "tree")], check=True)
     command = [sys.executable, "-P", "-m", "hicache_guard.cli.main", "patch"]
     for action in ("apply", "reverse"):
         subprocess.run([*command, action, str(tmp_path / "tree")], check=True, timeout=10)
@@ -375,7 +375,7 @@ def test_fault_is_there_without_its_patch_and_gone_with_it(name: str, tmp_path: 
     release = checkouts.require("0.5.12")
     ended, other = ENDED[name]
     assert _outcomes(release, ended)[ended] != "ok"
-    subprocess.run(["cp", "-r", str(release), str(tmp_path / "tree")], check=True)
+    subprocess.run(["cp", "-rL", str(release), str(tmp_path / "tree")], check=True)
     apply(tmp_path / "tree", name)
     outcomes = _outcomes(tmp_path / "tree", ended, other)
     assert outcomes[ended] == "ok"
@@ -388,7 +388,7 @@ def test_tail_of_zero_is_gone_on_later_releases(version: str, tmp_path: Path) ->
         pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
     assert _outcomes(checkouts.require(version), "C4")["C4"] != "ok"
     subprocess.run(
-        ["cp", "-r", str(checkouts.require(version)), str(tmp_path / "tree")], check=True
+        ["cp", "-rL", str(checkouts.require(version)), str(tmp_path / "tree")], check=True
     )
     apply(tmp_path / "tree")
     assert _outcomes(tmp_path / "tree", "C4")["C4"] == "ok"
