@@ -17,7 +17,8 @@ from patch_trees import checkout, git, small_tree, snapshot
 from hicache_guard import checkouts
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.patches import catalogue, layout, plan, table, work
-from hicache_guard.patches.edits import AddImport, Decorate, Insert
+from hicache_guard.patches.edits import AddImport, Decorate, Insert, Replace
+from hicache_guard.patches.guards import GUARDS
 from hicache_guard.patches.layout import Layout
 from hicache_guard.patches.patch import Patch, Target
 from hicache_guard.patches.plan import State, Tree
@@ -35,6 +36,8 @@ NEEDED = {
     "0.5.18": {"tail-of-zero"},
     "0.5.23": {"tail-of-zero"},
 }
+for version, names in NEEDED.items():
+    names |= {patch.name for patch in GUARDS if version in patch.affects}
 HOME = {
     version: "srt/mem_cache/swa_memory_pool.py"
     if version.startswith("0.5.12")
@@ -105,7 +108,7 @@ def test_apply_on_the_whole_release_touches_nothing_else(version: str, tmp_path:
             assert not listed
         else:
             assert HOME[version] in names
-            assert len(names) == len(NEEDED[version]) - (version == "0.5.12")
+            assert len(names) == {"0.5.12": 3, "0.5.23": 6}[version]
 
 
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
@@ -434,15 +437,19 @@ def test_one_commit_a_patch_that_names_its_report(tmp_path: Path) -> None:
     root = checkout("0.5.12", tmp_path / "tree")
     apply(root, commit=True)
     assert git(root, "status", "--porcelain") == ""
-    titles = git(root, "log", "--format=%s", "-3").splitlines()
-    for patch, title in zip(reversed(catalogue.PATCHES), titles, strict=True):
-        assert f"#{patch.reports[0]}" in title
-    for number in range(3):
-        files = git(root, "show", "--numstat", "--format=", f"HEAD~{number}").split()
-        assert files[1] == "0", "a commit removed lines of theirs"
-        assert len(files) == 3
+    titles = git(root, "log", "--format=%s").splitlines()[:-1]
+    made = [patch for patch in catalogue.PATCHES if patch.name in NEEDED["0.5.12"]]
+    for number, (patch, title) in enumerate(zip(reversed(made), titles, strict=True)):
+        assert title.startswith(patch.summary)
+        assert all(f"#{report}" in title for report in patch.reports)
+        files = git(root, "show", "--numstat", "--format=", f"HEAD~{number}").splitlines()
+        if not any(isinstance(edit, Replace) for _, edit in patch.edits()):
+            assert {line.split()[1] for line in files} == {"0"}, "lines of theirs were removed"
+        assert len(files) == len({at(root).home(target.symbol) for target in patch.targets})
     git(root, "checkout", "--quiet", "HEAD~1")
-    assert sorted(s.value for s in states(root).values()) == ["applied", "applied", "applies"]
+    assert [name for name, state in states(root).items() if state is State.APPLIES] == [
+        made[-1].name
+    ]
 
 
 def test_dirty_trees(tmp_path: Path) -> None:
@@ -467,6 +474,7 @@ def test_dirty_trees(tmp_path: Path) -> None:
     git(root, "commit", "--quiet", "--all", "--message", "mine")
     apply(root)  # the user's own commit; the anchors hold
     assert git(root, "status", "--porcelain").split() == [
+        "M", "python/sglang/srt/mem_cache/allocator.py",
         "M", "python/sglang/srt/mem_cache/deepseek_v4_memory_pool.py",
         "M", f"python/sglang/{HOME['0.5.12']}",
     ]  # fmt: skip
