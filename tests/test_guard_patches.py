@@ -266,7 +266,7 @@ def test_script_that_only_imports_sglang_is_guarded(mode: str, patched: tuple[st
     lines = done.stdout.splitlines()
     assert ("GuardViolation double-free" in lines) == (mode == "strict")
     assert lines[-1] == ("after 72" if mode == "off" else "after 64")
-    assert ("double-free" in done.stderr) == (mode == "enforce")
+    assert ("double-free" in done.stderr) == (mode != "off")
 
 
 TWICE = """

@@ -32,6 +32,9 @@ _routes: dict[str, Route] = {}
 #: After ``uninstall`` the decorations of modules that are imported later do nothing either.
 _withdrawn = False
 
+#: Hooks that are known to be missing, and that was said.
+_told: set[str] = set()
+
 #: The installation that was last seen to be complete.
 _complete: Settings | None = None
 
@@ -204,13 +207,15 @@ def require_complete() -> None:
         return
     missing = [h for h in hooks(current.release) if h.status is not HookStatus.APPLIED]
     _complete = current
-    if missing:
-        _complain([hook.target + (f" ({hook.detail})" if hook.detail else "") for hook in missing])
+    untold = [hook.target for hook in missing if hook.target not in _told]
+    if untold:
+        _complain(untold)
 
 
 def _complain(absent: list[str]) -> None:
     """Some hooks are not in place: only observe goes on."""
     current = state.settings()
+    _told.update(absent)
     count = "1 hook is" if len(absent) == 1 else f"{len(absent)} hooks are"
     message = f"{count} not in place: {'; '.join(absent)}"
     if current.mode is Mode.OBSERVE:
@@ -248,6 +253,7 @@ def _take_out(but_of: Route | None = None) -> None:
                     delattr(cls, method)
     for target in [target for target, route in _routes.items() if route != but_of]:
         del _routes[target]
+    _told.clear()
     state.choose(None)
 
 
