@@ -33,6 +33,10 @@ PAGED = {
     "0.5.12": "srt/mem_cache/allocator.py",
     "0.5.23": "srt/mem_cache/allocator/paged.py",
 }
+BASE = {
+    "0.5.12": "srt/mem_cache/allocator.py",
+    "0.5.23": "srt/mem_cache/allocator/base.py",
+}
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -354,9 +358,9 @@ def test_missing_hook_is_refused_or_in_observe_said(
             "SWATokenToKVPoolAllocator.free_swa",
         ),
         "a method": (
-            SWA[version],
-            "    def alloc_extend_swa_tail(",
-            "    def alloc_extend_tail(",
+            BASE[version],
+            "    def merge_and_sort_free(",
+            "    def sort_free(",
             "1 hook is not in place: sglang.srt.mem_cache",
         ),
     }[lost]

@@ -26,8 +26,9 @@ logger = logging.getLogger("hicache_guard")
 _GONE = "not in this SGLang"
 _MARK = "__hicache_guard_original__"
 
-#: Which way each hook came in that is in place, by its target.
-_routes: dict[str, Route] = {}
+#: Which way each hook came in that is in place, by module and name of the class, and the method.
+#: The class says where it is at home; old modules give it out, too.
+_routes: dict[tuple[str, str, str], Route] = {}
 
 #: After ``uninstall`` the decorations of modules that are imported later do nothing either.
 _withdrawn = False
@@ -56,19 +57,19 @@ class Hook:
     method: str
     status: HookStatus
     detail: str = ""
+    route: Route | None = None  # how it came in, where it is in place
 
     @property
     def target(self) -> str:
         return _target(self.seam, self.method)
 
-    @property
-    def route(self) -> Route | None:
-        """How it came in; None where it is not in place."""
-        return _routes.get(self.target) if self.status is HookStatus.APPLIED else None
-
 
 def _target(seam: Seam, method: str) -> str:
     return f"{seam.module}.{seam.cls}.{method}"
+
+
+def _key(cls: type, method: str) -> tuple[str, str, str]:
+    return cls.__module__, cls.__qualname__, method
 
 
 def running_version() -> str:
@@ -243,7 +244,7 @@ def _take_out(but_of: Route | None = None) -> None:
     for release in RELEASES.values():
         for seam, cls in _loaded(release):
             for method in seam.methods:
-                if but_of and _routes.get(_target(seam, method)) == but_of:
+                if but_of and _routes.get(_key(cls, method)) == but_of:
                     continue
                 found = vars(cls).get(method)
                 original = getattr(found, _MARK, None)
@@ -251,8 +252,8 @@ def _take_out(but_of: Route | None = None) -> None:
                     setattr(cls, method, original)
                 elif isinstance(found, StandIn):
                     delattr(cls, method)
-    for target in [target for target, route in _routes.items() if route != but_of]:
-        del _routes[target]
+    for key in [key for key, route in _routes.items() if route != but_of]:
+        del _routes[key]
     _told.clear()
     state.choose(None)
 
@@ -273,8 +274,9 @@ def hooks(release: Release) -> list[Hook]:
                 status = HookStatus.ABSENT
             else:
                 status = HookStatus.MISSING
-            gone = status is HookStatus.MISSING
-            found.append(Hook(seam, method, status, (detail or _GONE) if gone else ""))
+            why = (detail or _GONE) if status is HookStatus.MISSING else ""
+            route = None if cls is None else _routes.get(_key(cls, method))
+            found.append(Hook(seam, method, status, why, route))
     return found
 
 
@@ -321,7 +323,7 @@ def _put_in_place(cls: type, seam: Seam, route: Route) -> list[str]:
             absent.append(_target(seam, method))
             continue
         _wrap(cls, method, handlers)
-        _routes[_target(seam, method)] = route
+        _routes[_key(cls, method)] = route
     return absent
 
 
