@@ -275,7 +275,9 @@ def hooks(release: Release) -> list[Hook]:
             else:
                 status = HookStatus.MISSING
             why = (detail or _GONE) if status is HookStatus.MISSING else ""
-            route = None if cls is None else _routes.get(_key(cls, method))
+            route = None
+            if cls is not None and status is HookStatus.APPLIED:
+                route = _routes.get(_key(cls, method))
             found.append(Hook(seam, method, status, why, route))
     return found
 
