@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Group
@@ -21,10 +22,14 @@ from rich.text import Text
 
 from hicache_guard import checkouts
 from hicache_guard.core.errors import ConfigError
+from hicache_guard.repro import trees
 from hicache_guard.repro.catalogue import UNGUARDED
 from hicache_guard.repro.titles import TITLES
 
 MODES = ("off", "observe", "enforce", "strict")
+
+#: What two runs of a case in a mode must have in common to be the same verdict.
+_VERDICT = ("outcome", "ended", "count", "detected", "faults", "states", "whole")
 
 #: Releases side by side in one table: as many as 80 columns hold.
 _PER_TABLE = 6
@@ -36,6 +41,7 @@ class Cell:
 
     case: str
     release: str
+    route: str = "install"
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
@@ -44,6 +50,18 @@ class Cell:
 
     def outcome(self, mode: str) -> str:
         return str(self.results[mode]["outcome"])
+
+    def differs(self, other: Cell) -> list[str]:
+        """The modes in which another route to the hooks led to another verdict."""
+        modes = [mode for mode in MODES if mode in {*self.results, *other.results}]
+        return [
+            mode
+            for mode in modes
+            if any(
+                self.results.get(mode, {}).get(fact) != other.results.get(mode, {}).get(fact)
+                for fact in _VERDICT
+            )
+        ]
 
     def wrong(self) -> list[str]:
         """Why this cell is not as it must be; empty when it is."""
@@ -90,25 +108,34 @@ def run(
     cases: Sequence[str] | None = None,
     modes: Sequence[str] = MODES,
     on_result: Callable[[str, dict[str, Any]], None] = lambda release, result: None,
+    route: str = "install",
 ) -> list[Cell]:
     """Run ``cases`` (all by default) on ``releases`` in ``modes``; one subprocess a release.
 
-    Raises ConfigError where a release is not on this machine or cannot be imported.
+    ``route`` is one of ``trees.ROUTES``: how the hooks get into the release. Raises ConfigError
+    where a release is not on this machine or cannot be imported.
     """
     cells: dict[tuple[str, str], Cell] = {}
     for release in releases:
-        for result in _results(release, cases, modes):
-            cell = cells.setdefault((result["case"], release), Cell(result["case"], release))
+        for result in _results(release, cases, modes, route):
+            cell = cells.setdefault((result["case"], release), Cell(result["case"], release, route))
             cell.results[result.pop("mode")] = result
             on_result(release, result)
     return list(cells.values())
 
 
 def _results(
-    release: str, cases: Sequence[str] | None, modes: Sequence[str]
+    release: str, cases: Sequence[str] | None, modes: Sequence[str], route: str
 ) -> Iterator[dict[str, Any]]:
-    tree = checkouts.require(release)
+    with trees.tree(release, route) as tree:
+        yield from _results_in(tree, release, cases, modes, route)
+
+
+def _results_in(
+    tree: Path, release: str, cases: Sequence[str] | None, modes: Sequence[str], route: str
+) -> Iterator[dict[str, Any]]:
     command = [sys.executable, "-P", "-m", "hicache_guard.repro.worker", "--modes", *modes]
+    command += ["--route", route if route in ("install", "plugin") else "source"]
     if cases is not None:
         command += ["--cases", *cases]
     with subprocess.Popen(

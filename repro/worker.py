@@ -1,16 +1,20 @@
 """Runs cases of the catalogue on the SGLang release that is on the path, each in a child process.
 
 Importing a release takes over ten seconds, so it happens once and every case runs in a fork of it:
-a case that kills its process, as some do on unguarded releases, ends nothing but itself. Writes one
-JSON object a line; read by ``matrix``.
+a case that kills its process, as some do on unguarded releases, ends nothing but itself. A patched
+source reads its mode as it is imported, so there it happens once a mode, in a fork of what takes
+the longest. Writes one JSON object a line; read by ``matrix``.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import importlib
 import json
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -23,40 +27,68 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", nargs="*", default=None)
     parser.add_argument("--modes", nargs="*", default=["off", "observe", "enforce", "strict"])
+    parser.add_argument("--route", default="install")
     options = parser.parse_args()
 
     import torch
 
     torch.set_num_threads(1)  # a forked child cannot use threads that its parent started
-    from hicache_guard.adapters.hooks import running_release
     from hicache_guard.repro.cases import CASES
-    from hicache_guard.repro.pools import allocator_classes, quiet
+    from hicache_guard.repro.pools import quiet
 
     quiet()
-    allocator_classes()
-    _import_everything(running_release())
-    for key in options.cases if options.cases is not None else CASES:
+    keys = options.cases if options.cases is not None else list(CASES)
+    if options.route == "source":
         for mode in options.modes:
-            result = _in_child(CASES[key], mode)
-            print(json.dumps({"case": key, "mode": mode, **result}), flush=True)
+            _import_in_child(keys, mode)
+        return
+    _import_everything()
+    for key in keys:
+        for mode in options.modes:
+            _report(key, mode, options.route)
 
 
-def _import_everything(release: Any) -> None:
+def _import_in_child(keys: list[str], mode: str) -> None:
+    importlib.import_module("sglang.srt.server_args")  # and all that it needs, but no seam
+    from hicache_guard.adapters import patched
+
+    assert not patched.decorations, "a seam was imported before its mode was known"
+    child = os.fork()
+    if child == 0:
+        os.environ["HICACHE_GUARD"] = mode
+        _import_everything()
+        for key in keys:
+            _report(key, mode, "source")
+        sys.stdout.flush()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    if status:
+        sys.exit(f"importing the patched source in mode {mode} failed")
+
+
+def _import_everything() -> None:
     """Import each seam now, once, and not in every child."""
-    import importlib
+    from hicache_guard.adapters.hooks import running_release
 
-    for seam in release.seams:
+    for seam in running_release().seams:
         importlib.import_module(seam.module)
 
 
-def _in_child(run: Callable[[], Any], mode: str) -> dict[str, Any]:
+def _report(key: str, mode: str, route: str) -> None:
+    from hicache_guard.repro.cases import CASES
+
+    result = _in_child(CASES[key], mode, route)
+    print(json.dumps({"case": key, "mode": mode, **result}), flush=True)
+
+
+def _in_child(run: Callable[[], Any], mode: str, route: str) -> dict[str, Any]:
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reader)
         signal.alarm(CASE_LIMIT)
         with os.fdopen(writer, "w") as pipe:
-            json.dump(_run(run, mode), pipe)
+            json.dump(_run(run, mode, route), pipe)
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader) as pipe:
@@ -70,16 +102,35 @@ def _in_child(run: Callable[[], Any], mode: str) -> dict[str, Any]:
     return result
 
 
-def _run(run: Callable[[], Any], mode: str) -> dict[str, Any]:
-    from hicache_guard.adapters.hooks import install
+def _guard(mode: str, route: str, on_report: Callable[[Any], None]) -> None:
+    """Put the hooks in place by ``route``, and make sure that it was by no other."""
+    from hicache_guard.adapters import hooks, state
+
+    if route == "install":
+        if mode != "off":
+            hooks.install(mode, on_report=on_report)
+        return
+    if route == "plugin":
+        from sglang.srt.plugins import load_plugins
+
+        os.environ["HICACHE_GUARD"] = mode
+        load_plugins()
+    came_by = {hook.route for hook in hooks.hooks(hooks.running_release())}
+    expected = None if mode == "off" else {"source": "patch"}.get(route, route)
+    if came_by != {expected}:
+        raise RuntimeError(f"the hooks came by {came_by}, not by {expected}")
+    if mode != "off":
+        state.choose(dataclasses.replace(state.settings(), on_report=on_report))
+
+
+def _run(run: Callable[[], Any], mode: str, route: str) -> dict[str, Any]:
     from hicache_guard.core.errors import GuardViolation
     from hicache_guard.core.report import Violation
     from hicache_guard.repro import cases
     from hicache_guard.repro.audit import fingerprint
 
     reports: list[Violation] = []
-    if mode != "off":
-        install(mode, on_report=reports.append)
+    _guard(mode, route, reports.append)
     if mode == "strict":
         _note_state_before_each_operation()
     result: dict[str, Any] = {}

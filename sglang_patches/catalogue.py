@@ -11,9 +11,9 @@ PATCHES: tuple[Patch, ...] = (*GUARDS, *BACKPORTS)
 
 
 def named(names: list[str]) -> list[Patch]:
-    """The patches with these names, in order. Raises ConfigError for a name that is not there."""
-    known = {patch.name for patch in PATCHES}
+    """The patches of these names or families, in order. Raises ConfigError for an unknown one."""
+    known = {name for patch in PATCHES for name in (patch.name, patch.family) if name}
     for name in names:
         if name not in known:
             raise ConfigError(f"there is no patch {name!r}; `hicache-guard patch list` names them")
-    return [patch for patch in PATCHES if patch.name in names]
+    return [patch for patch in PATCHES if patch.is_named(names)]

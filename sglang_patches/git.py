@@ -14,7 +14,7 @@ from hicache_guard.core.errors import ConfigError
 #: Would turn git to another repository than the one that its folder names.
 _ELSEWHERE = ("GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_OBJECT_DIRECTORY", "GIT_PREFIX")
 #: For a scratch repository: nobody's settings, and the same bytes each time.
-_ALONE = {
+ALONE = {
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_AUTHOR_NAME": "hicache-guard",
@@ -133,13 +133,13 @@ def mails(base: Mapping[str, bytes], steps: Sequence[Step], folder: Path) -> lis
         for name, content in base.items():
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             (root / name).write_bytes(content)
-        run(root, "init", "--quiet", environment=_ALONE)
-        run(root, "add", "--force", ".", environment=_ALONE)
-        run(root, "commit", "--quiet", "-m", "base", environment=_ALONE)
+        run(root, "init", "--quiet", environment=ALONE)
+        run(root, "add", "--force", ".", environment=ALONE)
+        run(root, "commit", "--quiet", "-m", "base", environment=ALONE)
         start = head(root)
-        tip = commits(root, start, steps, _ALONE)
+        tip = commits(root, start, steps, ALONE)
         run(
             root, "format-patch", "--quiet", "--no-signature", "--zero-commit", "--full-index",
-            "-o", str(folder), f"{start}..{tip}", environment=_ALONE,
+            "-o", str(folder), f"{start}..{tip}", environment=ALONE,
         )  # fmt: skip
     return sorted(folder.glob("*.patch"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +23,8 @@ class Patch:
 
     ``affects`` are the releases whose code has the fault: the patch is made where the symbols that
     it edits, and the ``needs`` that it builds on, are as in one of them. ``clear`` are the releases
-    that were read and need nothing. A release in neither has not been looked at.
+    that were read and need nothing. A release in neither has not been looked at. Of the patches of
+    one ``family`` a tree can carry one, that for its release; people may name the family instead.
     """
 
     name: str
@@ -35,6 +36,10 @@ class Patch:
     affects: tuple[str, ...]
     clear: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    family: str = ""
+
+    def is_named(self, names: Collection[str]) -> bool:
+        return self.name in names or (bool(self.family) and self.family in names)
 
     @property
     def anchors(self) -> tuple[str, ...]:

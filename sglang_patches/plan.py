@@ -126,8 +126,17 @@ class Tree:
 
     def compose(self, module: str, names: Collection[str]) -> str:
         """A module's source with exactly the patches named, whatever is in it now."""
+        concern = [
+            patch
+            for patch in self.patches
+            if patch.name in names
+            and any(self.home(target.symbol) == module for target in patch.targets)
+        ]
+        return self._compose(module, tuple(concern))
+
+    @functools.cache  # noqa: B019
+    def _compose(self, module: str, chosen: tuple[Patch, ...]) -> str:
         text = base = self.base(module)
-        chosen = [patch for patch in self.patches if patch.name in names]
         for patch in chosen:
             text = self._each_edit(patch, module, text)
         back = text
@@ -202,8 +211,22 @@ class Tree:
         return Recognition(says, nearest, tuple(differs))
 
     def survey(self) -> list[Verdict]:
-        """Every patch's verdict."""
-        return [self.verdict(patch) for patch in self.patches]
+        """The verdict of every patch, but one of a family."""
+        found: dict[str, Verdict] = {}
+        for patch in self.patches:
+            name = patch.family or patch.name
+            verdict = self.verdict(patch)
+            if name not in found or self._rank(verdict) < self._rank(found[name]):
+                found[name] = verdict
+        return list(found.values())
+
+    def _rank(self, verdict: Verdict) -> tuple[bool, bool, bool]:
+        """Of a family: the patch in the tree, else one that fits, else the nearest release's."""
+        return (
+            verdict.patch.name not in self.present(),
+            verdict.state is not State.APPLIES,
+            self.recognition.nearest not in verdict.patch.affects,
+        )
 
     def verdict(self, patch: Patch) -> Verdict:
         """What ``patch`` is to this tree."""
@@ -221,6 +244,11 @@ class Tree:
                 if patch.name not in self._marks(module):
                     why = f"half applied: {self.name(module)} lacks it; reverse it first"
                     return Verdict(patch, State.MISFIT, why, anchors)
+            if broken and patch.kind == "guard":
+                why = f"{broken[0].symbol} is not what it was made for; reverse it and apply again"
+                return Verdict(
+                    patch, State.MISFIT, why, anchors, self._difference(patch, broken[0])
+                )
             return Verdict(patch, State.APPLIED, "", anchors)
         if not broken:
             for module in self.modules([patch]):
@@ -317,7 +345,7 @@ def choose(
     verdicts = [
         verdict
         for verdict in tree.survey()
-        if (not only or verdict.patch.name in only) and verdict.patch.name not in without
+        if (not only or verdict.patch.is_named(only)) and not verdict.patch.is_named(without)
     ]
     for verdict in verdicts:
         if verdict.state is State.MISFIT:

@@ -87,7 +87,7 @@ def exportable(tree: Tree, only: Sequence[str], without: Sequence[str]) -> list[
     verdicts = [
         verdict
         for verdict in tree.survey()
-        if (not only or verdict.patch.name in only) and verdict.patch.name not in without
+        if (not only or verdict.patch.is_named(only)) and not verdict.patch.is_named(without)
     ]
     for verdict in verdicts:
         if verdict.state is State.MISFIT:

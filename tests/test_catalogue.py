@@ -11,7 +11,7 @@ import pytest
 
 from hicache_guard import checkouts
 from hicache_guard.adapters.releases import RELEASES
-from hicache_guard.repro import matrix
+from hicache_guard.repro import matrix, trees
 from hicache_guard.repro.catalogue import UNGUARDED
 from hicache_guard.repro.titles import TITLES
 
@@ -25,6 +25,40 @@ def test_every_case_on(release: str) -> None:
     assert {cell.case for cell in cells} == set(UNGUARDED)
     assert all(set(cell.results) == set(matrix.MODES) for cell in cells)
     assert [f"{cell.case}: {problem}" for cell in cells for problem in cell.wrong()] == []
+
+
+#: Cases with every outcome: faulty, correct, and a call that is not there.
+SOME = {"0.5.12": ["C1", "C2", "C6", "C13"], "0.5.23": ["C1", "C2", "C6", "C13"]}
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("release", SOME)
+def test_every_route_to_the_hooks_has_the_same_verdicts(release: str) -> None:
+    """A worker refuses to judge hooks that came by another route, so none is taken for another.
+
+    Mutation seen: applying no patch in ``trees.tree`` fails this.
+    """
+    if not checkouts.is_fetched(release):
+        pytest.skip(f"SGLang {release} is not fetched; run hicache-guard releases fetch {release}")
+    by_call = matrix.run([release], SOME[release])
+    assert {cell.outcome("enforce") for cell in by_call} == {"ok", "-"}
+    for route in trees.ROUTES[1:]:
+        cells = matrix.run([release], SOME[release], route=route)
+        assert [problem for cell in cells for problem in cell.wrong()] == []
+        for one, other in zip(
+            sorted(by_call, key=lambda cell: cell.case),
+            sorted(cells, key=lambda cell: cell.case),
+            strict=True,
+        ):
+            assert other.route == route
+            assert one.differs(other) == [], (route, one.case)
+
+
+def test_verdicts_that_differ_are_told() -> None:
+    one, other = (matrix.Cell("C8", "0.5.12", results={"strict": {"count": n}}) for n in (1, 2))
+    assert one.differs(one) == []
+    assert one.differs(other) == ["strict"]
+    assert one.differs(matrix.Cell("C8", "0.5.12")) == ["strict"]
 
 
 def test_every_case_has_a_title_and_an_expectation_for_every_release() -> None:

@@ -17,7 +17,8 @@ from patch_trees import checkout, git, small_tree, snapshot
 from hicache_guard import checkouts
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.patches import catalogue, layout, plan, table, work
-from hicache_guard.patches.edits import AddImport, Decorate, Insert
+from hicache_guard.patches.edits import AddImport, Decorate, Insert, Replace
+from hicache_guard.patches.guards import GUARDS
 from hicache_guard.patches.layout import Layout
 from hicache_guard.patches.patch import Patch, Target
 from hicache_guard.patches.plan import State, Tree
@@ -35,6 +36,8 @@ NEEDED = {
     "0.5.18": {"tail-of-zero"},
     "0.5.23": {"tail-of-zero"},
 }
+for version, names in NEEDED.items():
+    names |= {patch.name for patch in GUARDS if version in patch.affects}
 HOME = {
     version: "srt/mem_cache/swa_memory_pool.py"
     if version.startswith("0.5.12")
@@ -89,7 +92,7 @@ def test_apply_on_the_whole_release_touches_nothing_else(version: str, tmp_path:
     source = checkouts.require(version) if checkouts.is_fetched(version) else None
     if source is None:
         pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    subprocess.run(["cp", "-r", str(source), str(tmp_path / "tree")], check=True)
+    subprocess.run(["cp", "-rL", str(source), str(tmp_path / "tree")], check=True)
     command = [sys.executable, "-P", "-m", "hicache_guard.cli.main", "patch"]
     for action in ("apply", "reverse"):
         subprocess.run([*command, action, str(tmp_path / "tree")], check=True, timeout=10)
@@ -105,7 +108,7 @@ def test_apply_on_the_whole_release_touches_nothing_else(version: str, tmp_path:
             assert not listed
         else:
             assert HOME[version] in names
-            assert len(names) == len(NEEDED[version]) - (version == "0.5.12")
+            assert len(names) == {"0.5.12": 3, "0.5.23": 6}[version]
 
 
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
@@ -375,7 +378,7 @@ def test_fault_is_there_without_its_patch_and_gone_with_it(name: str, tmp_path: 
     release = checkouts.require("0.5.12")
     ended, other = ENDED[name]
     assert _outcomes(release, ended)[ended] != "ok"
-    subprocess.run(["cp", "-r", str(release), str(tmp_path / "tree")], check=True)
+    subprocess.run(["cp", "-rL", str(release), str(tmp_path / "tree")], check=True)
     apply(tmp_path / "tree", name)
     outcomes = _outcomes(tmp_path / "tree", ended, other)
     assert outcomes[ended] == "ok"
@@ -388,7 +391,7 @@ def test_tail_of_zero_is_gone_on_later_releases(version: str, tmp_path: Path) ->
         pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
     assert _outcomes(checkouts.require(version), "C4")["C4"] != "ok"
     subprocess.run(
-        ["cp", "-r", str(checkouts.require(version)), str(tmp_path / "tree")], check=True
+        ["cp", "-rL", str(checkouts.require(version)), str(tmp_path / "tree")], check=True
     )
     apply(tmp_path / "tree")
     assert _outcomes(tmp_path / "tree", "C4")["C4"] == "ok"
@@ -434,15 +437,19 @@ def test_one_commit_a_patch_that_names_its_report(tmp_path: Path) -> None:
     root = checkout("0.5.12", tmp_path / "tree")
     apply(root, commit=True)
     assert git(root, "status", "--porcelain") == ""
-    titles = git(root, "log", "--format=%s", "-3").splitlines()
-    for patch, title in zip(reversed(catalogue.PATCHES), titles, strict=True):
-        assert f"#{patch.reports[0]}" in title
-    for number in range(3):
-        files = git(root, "show", "--numstat", "--format=", f"HEAD~{number}").split()
-        assert files[1] == "0", "a commit removed lines of theirs"
-        assert len(files) == 3
+    titles = git(root, "log", "--format=%s").splitlines()[:-1]
+    made = [patch for patch in catalogue.PATCHES if patch.name in NEEDED["0.5.12"]]
+    for number, (patch, title) in enumerate(zip(reversed(made), titles, strict=True)):
+        assert title.startswith(patch.summary)
+        assert all(f"#{report}" in title for report in patch.reports)
+        files = git(root, "show", "--numstat", "--format=", f"HEAD~{number}").splitlines()
+        if not any(isinstance(edit, Replace) for _, edit in patch.edits()):
+            assert {line.split()[1] for line in files} == {"0"}, "lines of theirs were removed"
+        assert len(files) == len({at(root).home(target.symbol) for target in patch.targets})
     git(root, "checkout", "--quiet", "HEAD~1")
-    assert sorted(s.value for s in states(root).values()) == ["applied", "applied", "applies"]
+    assert [name for name, state in states(root).items() if state is State.APPLIES] == [
+        made[-1].name
+    ]
 
 
 def test_dirty_trees(tmp_path: Path) -> None:
@@ -467,6 +474,7 @@ def test_dirty_trees(tmp_path: Path) -> None:
     git(root, "commit", "--quiet", "--all", "--message", "mine")
     apply(root)  # the user's own commit; the anchors hold
     assert git(root, "status", "--porcelain").split() == [
+        "M", "python/sglang/srt/mem_cache/allocator.py",
         "M", "python/sglang/srt/mem_cache/deepseek_v4_memory_pool.py",
         "M", f"python/sglang/{HOME['0.5.12']}",
     ]  # fmt: skip

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from hicache_guard.adapters import page_pool
+from hicache_guard.adapters import hooks, page_pool
 from hicache_guard.adapters.link import (
     ATTRIBUTE,
     AllocatorLink,
@@ -23,7 +23,7 @@ from hicache_guard.adapters.link import (
     in_free_group,
     link_of,
 )
-from hicache_guard.adapters.state import settings
+from hicache_guard.adapters.state import settings, stop
 from hicache_guard.core.backlog import Continued, Freed
 from hicache_guard.core.errors import UnguardedError
 from hicache_guard.core.guard import PoolGuard
@@ -53,6 +53,7 @@ def __init__(original: Method, allocator: Any, *args: Any, **kwargs: Any) -> Non
 
 def attach(allocator: Any) -> None:
     """Give a freshly built hybrid allocator its guard."""
+    hooks.require_complete()
     current = settings()
     full, window = allocator.full_attn_allocator, allocator.swa_attn_allocator
     for pool in (full, window):
@@ -82,7 +83,7 @@ def refuse(allocator: Any, why: str) -> None:
     if settings().mode is Mode.OBSERVE:
         settings().log_unguarded(message)
         return
-    raise UnguardedError(message + "; use HICACHE_GUARD=observe to run without a guard for it")
+    stop(f"{message}; use HICACHE_GUARD=observe to run without a guard for it", settings().route)
 
 
 # -- allocation --------------------------------------------------------------------------------

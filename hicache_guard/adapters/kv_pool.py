@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hicache_guard.adapters.hooks import require_complete
 from hicache_guard.adapters.link import Factory, link_of
 
 
@@ -15,6 +16,8 @@ def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
         window = original(pool, kv_indices)
         link = link_of(pool)
         if link is None:
+            # Its allocator may be one that nobody hooked.
+            require_complete()
             return window
         guard = link.guard
         if guard.operation is not None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hicache_guard.adapters.allocator import refuse
+from hicache_guard.adapters.hooks import require_complete
 from hicache_guard.adapters.link import ATTRIBUTE, AllocatorLink, PoolLink
 from hicache_guard.adapters.state import settings
 from hicache_guard.core.guard import PoolGuard
@@ -17,6 +18,7 @@ from hicache_guard.core.guard import PoolGuard
 
 def __init__(original: Callable[..., Any], allocator: Any, *args: Any, **kwargs: Any) -> None:
     original(allocator, *args, **kwargs)
+    require_complete()
     current = settings()
     pool = allocator.swa_attn_allocator
     if type(pool).__name__ not in current.page_pools:

@@ -6,6 +6,7 @@ on that release.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 _MEM = "sglang.srt.mem_cache"
@@ -46,6 +47,9 @@ class Release:
     resolves_in_group: bool = False
     segment_frees: bool = False
 
+
+#: Attributes that we stand in for: no class of SGLang has them, its objects do.
+STAND_INS = frozenset({"free_pages"})
 
 _ALLOCATIONS = ("alloc", "alloc_extend", "alloc_decode")
 _STATE = ("backup_state", "restore_state")
@@ -237,3 +241,11 @@ RELEASES: dict[str, Release] = {
         ),
     )
 }
+
+
+def rows() -> list[tuple[Release, ...]]:
+    """Releases whose row is the same but for the version, oldest first."""
+    found: dict[Release, list[Release]] = {}
+    for release in RELEASES.values():
+        found.setdefault(dataclasses.replace(release, version=""), []).append(release)
+    return [tuple(alike) for alike in found.values()]

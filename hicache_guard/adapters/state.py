@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal, NoReturn
 
 from hicache_guard.adapters.releases import Release
 from hicache_guard.core.errors import UnguardedError
@@ -14,6 +15,9 @@ from hicache_guard.core.tally import Tally
 
 logger = logging.getLogger("hicache_guard")
 
+#: How hooks come in: a call of ``install``, SGLang's plugin door, or a patched source.
+Route = Literal["install", "plugin", "patch"]
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -22,6 +26,7 @@ class Settings:
     mode: Mode
     release: Release
     on_report: Callable[[Violation], None] | None
+    route: Route = "install"
     tally: Tally = field(default_factory=Tally)  # of faults that belong to no single allocator
 
     @property
@@ -40,6 +45,22 @@ def settings() -> Settings:
     if _settings is None:
         raise UnguardedError("the guard is not installed")
     return _settings
+
+
+def is_chosen() -> bool:
+    """Whether there is an installation."""
+    return _settings is not None
+
+
+def stop(message: str, route: Route) -> NoReturn:
+    """What must be guarded cannot be. Whoever called ``install`` gets an UnguardedError.
+
+    A server did not: SGLang would swallow the error, or bury it in a traceback. Its process ends
+    with the message and nothing else.
+    """
+    if route == "install":
+        raise UnguardedError(message)
+    raise SystemExit(f"hicache-guard: {message}")
 
 
 def choose(new: Settings | None) -> None:

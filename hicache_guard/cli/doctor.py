@@ -1,4 +1,4 @@
-"""``hicache-guard doctor``: what is here, and hook by hook whether the guard would be in place."""
+"""``hicache-guard doctor``: what is here, and hook by hook whether the guard is in place."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from hicache_guard.core.errors import ConfigError
 from hicache_guard.core.modes import ENV_VAR, Mode
 
 _PLUGIN_GROUP = "sglang.srt.plugins"
+#: SGLang loads only the plugins that this names; all where it names none.
+_FILTER = "SGLANG_PLUGINS"
+_STYLES = {"applied": "green", "not needed": "dim", "missing": "bold red"}
 
 
 def doctor(
@@ -29,11 +32,14 @@ def doctor(
     mode: Annotated[str, typer.Option(help="The mode to try.")] = "strict",
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
 ) -> int:
-    """Install the hooks in a fresh process and list each. Exit 1 where one is missing."""
-    Mode.parse(mode)
+    """Start a fresh process as a server would, and list each hook. Exit 1 where one is missing."""
+    if Mode.parse(mode) is Mode.OFF:
+        raise ConfigError("in mode off no hook is installed; try observe, enforce or strict")
     environment = dict(os.environ)
     if release is not None:
         environment = checkouts.environment(checkouts.require(release))
+        if _FILTER in os.environ:
+            environment[_FILTER] = os.environ[_FILTER]
     environment[ENV_VAR] = mode
     done = subprocess.run(
         [sys.executable, "-P", "-m", "hicache_guard.cli.hook_report"],
@@ -47,7 +53,7 @@ def doctor(
         raise ConfigError(f"SGLang cannot be imported: {done.stderr.strip().splitlines()[-1]}")
     report = json_module.loads(done.stdout.splitlines()[-1])
     report["environment"] = _environment()
-    missing = [hook for hook in report["hooks"] if hook["status"] != "applied"]
+    missing = [hook for hook in report["hooks"] if hook["status"] == "missing"]
     if as_json:
         print(json_module.dumps(report))
     else:
@@ -64,6 +70,7 @@ def _environment() -> dict[str, str]:
             facts[name] = "not installed"
     entries = [entry.value for entry in metadata.entry_points(group=_PLUGIN_GROUP)]
     facts["plugin entry point"] = ", ".join(entries) or "none"
+    facts[_FILTER] = os.environ.get(_FILTER, "(unset: all)")
     facts[ENV_VAR] = os.environ.get(ENV_VAR, "(unset: off)")
     return facts
 
@@ -77,12 +84,16 @@ def _show(report: dict[str, Any], missing: list[dict[str, str]]) -> None:
     table = Table("class", "hook", "status", title=f"SGLang {report['version']}, {report['mode']}")
     for hook in report["hooks"]:
         hook["seam"] = hook["seam"].rpartition(".")[2]
-        style = "green" if hook["status"] == "applied" else "bold red"
-        table.add_row(hook["seam"], hook["method"], f"[{style}]{hook['status']}")
+        how = hook["route"] or hook["detail"]
+        status = hook["status"] + (f" ({how})" if how else "")
+        table.add_row(hook["seam"], hook["method"], f"[{_STYLES[hook['status']]}]{status}")
     console.print(table)
+    if report["plugin"]:
+        console.print(f"The plugin was not loaded: {report['plugin']}", soft_wrap=True)
+    if report["error"]:
+        console.print(f"A server would not start: {report['error']}", soft_wrap=True)
     if missing:
         console.print(f"[bold red]{len(missing)} hooks are not in place[/]")
-        if report["error"]:
-            console.print(report["error"])
     else:
-        console.print(f"[green]all {len(report['hooks'])} hooks are in place[/]")
+        needed = [hook for hook in report["hooks"] if hook["status"] != "not needed"]
+        console.print(f"[green]all {len(needed)} hooks are in place[/]")

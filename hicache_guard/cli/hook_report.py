@@ -1,44 +1,76 @@
-"""Run by ``doctor`` in a fresh process: install the guard and print, as JSON, what came of it."""
+"""Run by ``doctor`` in a fresh process: load SGLang's plugins as its scheduler does, look at hooks.
+
+Prints one JSON object.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+from importlib import metadata
 
-from hicache_guard.adapters import hooks
+from hicache_guard.adapters import hooks, plugin
+from hicache_guard.adapters.hooks import HookStatus
 from hicache_guard.core.errors import GuardError
 from hicache_guard.core.modes import ENV_VAR
 
+_ENTRY_POINT = "hicache_guard"
+_GROUP = "sglang.srt.plugins"
+
+_WORDS = {
+    HookStatus.APPLIED: "applied",
+    HookStatus.ABSENT: "missing",
+    HookStatus.MISSING: "missing",
+    HookStatus.NOT_NEEDED: "not needed",
+}
+
 
 def main() -> int:
-    """Print one JSON object; exit 2 with one line where there is no SGLang that we know."""
+    """Exit 2 with one line where there is no SGLang that we know."""
+    failure = ""
     try:
         release = hooks.running_release()
+        from sglang.srt.plugins import load_plugins
+
+        try:
+            load_plugins()
+        except SystemExit as refusal:
+            failure = str(refusal).removeprefix("hicache-guard: ")
+        found = [*hooks.hooks(release), *hooks.unneeded(release)]
     except GuardError as error:
         print(error, file=sys.stderr)
         return 2
-    failure = ""
-    try:
-        hooks.install()
-    except GuardError as error:
-        failure = str(error)
+    except SystemExit as refusal:  # a patched source cannot be guarded as it is
+        print(refusal, file=sys.stderr)
+        return 2
     report = {
         "version": release.version,
         "mode": os.environ[ENV_VAR],
         "error": failure,
+        "plugin": "" if plugin.loaded else _why_not_loaded(),
         "hooks": [
             {
                 "seam": f"{hook.seam.module}.{hook.seam.cls}",
                 "method": hook.method,
-                "status": hook.status.value,
+                "status": _WORDS[hook.status],
+                "route": hook.route,
                 "detail": hook.detail,
             }
-            for hook in hooks.hooks(release)
+            for hook in found
         ],
     }
     print(json.dumps(report))
     return 0
+
+
+def _why_not_loaded() -> str:
+    if not any(entry.name == _ENTRY_POINT for entry in metadata.entry_points(group=_GROUP)):
+        return "its entry point is not installed here (pip install hicache-guard beside SGLang)"
+    named = os.environ.get("SGLANG_PLUGINS", "")
+    if named:
+        return f"SGLANG_PLUGINS={named} leaves it out; add {_ENTRY_POINT}, or patch the source"
+    return "SGLang passed it over; its log says why"
 
 
 if __name__ == "__main__":

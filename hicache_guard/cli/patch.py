@@ -144,8 +144,8 @@ def reverse(path: _TreePath, only: _Only = None, without: _Without = None) -> No
             patch
             for patch in catalogue.PATCHES
             if patch.name in tree.present()
-            and (not only or patch.name in _split(only))
-            and patch.name not in _split(without)
+            and (not only or patch.is_named(_split(only)))
+            and not patch.is_named(_split(without))
         ]
         changes = work.reverse(tree, chosen)
         for patch in chosen:

@@ -14,7 +14,7 @@ from rich.table import Table
 from hicache_guard import checkouts
 from hicache_guard.cli.releases import progress
 from hicache_guard.core.errors import ConfigError
-from hicache_guard.repro import matrix
+from hicache_guard.repro import matrix, trees
 from hicache_guard.repro.catalogue import UNGUARDED
 from hicache_guard.repro.titles import TITLES
 
@@ -42,6 +42,12 @@ def repro(
     show_matrix: Annotated[
         bool, typer.Option("--matrix", help="Print the cases as a matrix by release.")
     ] = False,
+    via: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="How the hooks get in: install, plugin, patch, git-am; repeat it to compare."
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
     requests: Annotated[
         int, typer.Option(help="Requests of 25805-churn.", min=1, max=1_000_000)
@@ -53,6 +59,7 @@ def repro(
         _list(as_json)
         return 0
     modes = _modes(mode)
+    routes = _routes(via)
     programs = [name for name in wanted if name in PROGRAMS]
     cases = list(UNGUARDED) if "all" in wanted else [n for n in wanted if n in UNGUARDED]
     unknown = [n for n in wanted if n not in PROGRAMS and n not in UNGUARDED and n != "all"]
@@ -66,7 +73,7 @@ def repro(
         for version in release or ["0.5.12"]:
             status |= _program(name, version, modes, requests, as_json)
     if cases:
-        status |= _cases(releases, cases, modes, show_matrix, as_json)
+        status |= _cases(releases, cases, modes, routes, show_matrix, as_json)
     return status
 
 
@@ -75,6 +82,13 @@ def _modes(chosen: list[str] | None) -> list[str]:
         if mode not in matrix.MODES:
             raise ConfigError(f"unknown mode {mode!r}; choose from {', '.join(matrix.MODES)}")
     return chosen or list(matrix.MODES)
+
+
+def _routes(chosen: list[str] | None) -> list[str]:
+    for route in chosen or ():
+        if route not in trees.ROUTES:
+            raise ConfigError(f"unknown route {route!r}; choose from {', '.join(trees.ROUTES)}")
+    return list(dict.fromkeys(chosen or ["install"]))
 
 
 def _releases(chosen: list[str] | None) -> list[str]:
@@ -111,15 +125,22 @@ def _program(name: str, version: str, modes: list[str], requests: int, as_json: 
 
 
 def _cases(
-    releases: list[str], cases: list[str], modes: list[str], show_matrix: bool, as_json: bool
+    releases: list[str],
+    cases: list[str],
+    modes: list[str],
+    routes: list[str],
+    show_matrix: bool,
+    as_json: bool,
 ) -> int:
+    cells = []
     with progress() as bar:
-        task = bar.add_task("starting", total=len(releases) * len(cases) * len(modes))
+        task = bar.add_task("starting", total=len(routes) * len(releases) * len(cases) * len(modes))
 
         def advance(release: str, result: dict[str, Any]) -> None:
             bar.update(task, advance=1, description=f"SGLang {release}: {result['case']}")
 
-        cells = matrix.run(releases, cases, modes, advance)
+        for route in routes:
+            cells += matrix.run(releases, cases, modes, advance, route)
         bar.update(task, description="cases run")
     wrong = [(cell, problem) for cell in cells for problem in cell.wrong()]
     if as_json:
@@ -129,6 +150,7 @@ def _cases(
                     {
                         "case": cell.case,
                         "release": cell.release,
+                        "via": cell.route,
                         "expected": cell.expected,
                         "wrong": cell.wrong(),
                         "results": {
@@ -142,14 +164,39 @@ def _cases(
         )
         return 1 if wrong else 0
     console = Console()
-    console.print(matrix.table(cells) if show_matrix else _details(cells))
+    first = [cell for cell in cells if cell.route == routes[0]]
+    console.print(matrix.table(first) if show_matrix else _details(cells))
     for cell, problem in wrong:
-        console.print(f"[bold red]✗[/] {cell.case} on {cell.release}: {problem}")
-    count = sum(1 for cell in cells if cell.expected != "-")
+        by = f" by {cell.route}" if len(routes) > 1 else ""
+        console.print(f"[bold red]✗[/] {cell.case} on {cell.release}{by}: {problem}")
+    count = sum(1 for cell in first if cell.expected != "-")
     console.print(
-        f"{count} cells, {len(cells) - count} without such a call, {len(wrong)} not as they must be"
+        f"{count} cells, {len(first) - count} without such a call, {len(wrong)} not as they must be"
     )
-    return 1 if wrong else 0
+    different = sum(
+        _compare(console, first, [cell for cell in cells if cell.route == route])
+        for route in routes[1:]
+    )
+    return 1 if wrong or different else 0
+
+
+def _compare(console: Console, first: list[matrix.Cell], others: list[matrix.Cell]) -> int:
+    """Say whether two routes to the hooks have the same verdicts; the number that differ."""
+    known = {(cell.case, cell.release): cell for cell in first}
+    different = 0
+    for cell in others:
+        modes = cell.differs(known[cell.case, cell.release])
+        different += len(modes)
+        if modes:
+            console.print(
+                f"[bold red]✗[/] {cell.case} on {cell.release}: {cell.route} differs from "
+                f"{first[0].route} in {', '.join(modes)}"
+            )
+    total = sum(len(cell.results) for cell in others)
+    console.print(
+        f"{others[0].route}: {total - different} of {total} verdicts as by {first[0].route}"
+    )
+    return different
 
 
 def _details(cells: list[matrix.Cell]) -> Table:
