@@ -23,7 +23,9 @@ class Patch:
 
     ``affects`` are the releases whose code has the fault: the patch is made where the symbols that
     it edits, and the ``needs`` that it builds on, are as in one of them. ``clear`` are the releases
-    that were read and need nothing. A release in neither has not been looked at.
+    that were read and need nothing. A release in neither has not been looked at. ``fault`` is what
+    goes wrong without a backport, and ``cases`` name what shows it: rows of the fault catalogue, or
+    functions of ``tests/backport_faults.py``.
     """
 
     name: str
@@ -35,6 +37,8 @@ class Patch:
     affects: tuple[str, ...]
     clear: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
+    fault: str = ""
+    cases: tuple[str, ...] = ()
 
     @property
     def anchors(self) -> tuple[str, ...]:
