@@ -12,7 +12,13 @@ from typing import Any
 
 from hicache_guard.adapters import state
 from hicache_guard.adapters.link import Factory, StandIn, all_links
-from hicache_guard.adapters.releases import RELEASES, Release, Seam
+from hicache_guard.adapters.releases import (
+    QUEUES_RESOLVED,
+    RELEASES,
+    RESOLVING_NAME,
+    Release,
+    Seam,
+)
 from hicache_guard.core.errors import ConfigError, UnguardedError
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.report import Violation
@@ -60,6 +66,11 @@ def running_release() -> Release:
         raise UnguardedError(
             f"SGLang {version} is not a supported release; supported: {', '.join(RELEASES)}"
         )
+    if version == QUEUES_RESOLVED.version:
+        hybrid = _class_of(QUEUES_RESOLVED.seams[0])
+        free = getattr(hybrid.free_swa, _MARK, hybrid.free_swa)
+        if RESOLVING_NAME in free.__code__.co_names:
+            return QUEUES_RESOLVED
     return RELEASES[version]
 
 

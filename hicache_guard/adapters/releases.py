@@ -6,7 +6,7 @@ on that release.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _MEM = "sglang.srt.mem_cache"
 _HYBRID = "SWATokenToKVPoolAllocator"
@@ -237,3 +237,8 @@ RELEASES: dict[str, Release] = {
         ),
     )
 }
+
+#: 0.5.18 with our backport of #36081: its window frees are resolved when they are queued. It is
+#: known by a name in the code of ``free_swa`` that the release itself does not use there.
+QUEUES_RESOLVED = replace(RELEASES["0.5.18"], deferred_frees=_FREE, resolves_in_group=True)
+RESOLVING_NAME = "index_fill_"
