@@ -63,6 +63,19 @@ if new_pages * self.page_size > min(
     return None
 """
 
+#: A request reads the full slots that the tree is about to free: give it and the tree the window
+#: slots of the newcomer instead, and let the newcomer's full slots be what is freed.
+_KEEP_WHAT_IS_LOCKED = """
+if {lock} > 0:
+    start = max(swa_evicted_seqlen - {before}, 0)
+    kept, incoming = {owner}.value[start:{end}], {brought}[start:{end}]
+    window = {allocator}.full_to_swa_index_mapping[incoming]
+    {allocator}.full_to_swa_index_mapping.index_fill_(0, incoming.to(torch.int64), 0)
+    {allocator}.set_full_to_swa_mapping(kept, window)
+    {owner}.value = torch.cat(({owner}.value[:start], incoming))
+    {brought} = torch.cat(({brought}[:start], kept, {brought}[{after}:]))
+"""
+
 BACKPORTS: tuple[Patch, ...] = (
     Patch(
         name="tail-clears-mapping",
@@ -351,5 +364,94 @@ BACKPORTS: tuple[Patch, ...] = (
             ),
         ),
         affects=_RELEASES,
+    ),
+    Patch(
+        name="locked-prefix-kept",
+        kind="backport",
+        reports=(29352,),
+        summary="Keep full slots that a request reads when their window side is recovered",
+        fault=(
+            "a prefix whose window side is gone is replaced by a newcomer's slots while a running "
+            "request reads the old ones, which are freed"
+        ),
+        cases=(
+            "locked_prefix_recovered_in_the_legacy_tree",
+            "locked_prefix_recovered_in_part_in_the_legacy_tree",
+        ),
+        reason=(
+            "A newcomer that brought window slots for a prefix without them replaced its full\n"
+            "slots too. A running request that held the prefix went on reading the old ones,\n"
+            "which were free by then and given to others.\n\n"
+            "The old full slots now stay and get the newcomer's window slots."
+        ),
+        targets=(
+            Target(
+                "SWARadixCache._insert_helper",
+                (
+                    Insert(
+                        _KEEP_WHAT_IS_LOCKED.format(
+                            lock="node.full_lock_ref",
+                            before="total_prefix_length",
+                            owner="node",
+                            brought="value",
+                            allocator="self.token_to_kv_pool_allocator",
+                            end="prefix_len",
+                            after="prefix_len",
+                        ),
+                        "before",
+                        Find(
+                            "call",
+                            value="self.token_to_kv_pool_allocator.free(node.value[__])",
+                            times=2,
+                        ),
+                    ),
+                ),
+            ),
+        ),
+        affects=_span("0.5.12", "0.5.14"),
+        clear=_span("0.5.15", "0.5.23"),
+    ),
+    Patch(
+        name="locked-prefix-kept-unified",
+        kind="backport",
+        reports=(29352,),
+        summary="Keep full slots that a request reads when their window side is recovered",
+        fault="the same in the unified tree",
+        cases=(
+            "locked_prefix_recovered_in_the_unified_tree",
+            "locked_prefix_recovered_in_part_in_the_unified_tree",
+        ),
+        reason=(
+            "A newcomer that brought window slots for a prefix without them replaced its full\n"
+            "slots too. A running request that held the prefix went on reading the old ones,\n"
+            "which were free by then and given to others.\n\n"
+            "The old full slots now stay and get the newcomer's window slots."
+        ),
+        targets=(
+            Target(
+                "SWAComponent.update_component_on_insert_overlap",
+                (
+                    Insert(
+                        _KEEP_WHAT_IS_LOCKED.format(
+                            lock="node.component_data[BASE_COMPONENT_TYPE].lock_ref",
+                            before="total_prefix_len",
+                            owner="node.component_data[BASE_COMPONENT_TYPE]",
+                            brought="value_slice",
+                            allocator="self.cache.token_to_kv_pool_allocator",
+                            end="",
+                            after="prefix_len",
+                        ),
+                        "before",
+                        Find(
+                            "call",
+                            value="self.cache.token_to_kv_pool_allocator.free(__)",
+                            times=2,
+                        ),
+                    ),
+                ),
+            ),
+        ),
+        affects=_span("0.5.12", "0.5.14"),
+        clear=_span("0.5.15", "0.5.23"),
     ),
 )

@@ -16,7 +16,9 @@ def table(patches: Sequence[Patch]) -> str:
     for patch in patches:
         if patch.kind == "backport":
             shown = ", ".join(f"`{case}`" for case in patch.cases)
-            rest = f"{patch.fault} | `{patch.name}` | {_releases(patch)} | {shown} | {_end(patch)} |"
+            rest = (
+                f"{patch.fault} | `{patch.name}` | {_releases(patch)} | {shown} | {_end(patch)} |"
+            )
             rows += [f"| {report} | {rest}" for report in _reports(patch)]
     return "\n".join(rows)
 

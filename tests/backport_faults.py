@@ -148,6 +148,53 @@ def queued_free_of_a_part_repointed() -> Bench:
     return bench
 
 
+def _locked_prefix_recovered(*, unified: bool, evicted: int = 0) -> Bench:
+    """#29352: a prefix is used by a request, its window side is gone, a newcomer brings it anew.
+
+    The newcomer has window KV from ``evicted`` on.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+
+    bench = Bench(build(96, 48))
+    tree = cases._Tree(bench, unified=unified)
+    mine = bench.take("A", 24)
+    bench.do("A's 24 tokens are inserted", lambda: tree.insert(range(24), mine))
+    tree.match(range(16))  # splits the node
+    found = tree.cache.match_prefix(MatchPrefixParams(key=tree.key(range(24))))
+    bench.do("A locks them", lambda: tree.cache.inc_lock_ref(found.last_device_node))
+    bench.do("its first 16 leave the window", lambda: tree.evict(0, 16))
+    bench.look()
+    theirs = bench.take("B", 24)
+    if evicted:
+        bench.do("B's first leave its window", lambda: bench.allocator.free_swa(theirs[:evicted]))
+    brought = InsertParams(
+        key=tree.key([*range(16), *range(100, 108)]),
+        value=theirs.clone(),
+        swa_evicted_seqlen=evicted,
+    )
+    bench.do("B brings them and 8 more", lambda: tree.cache.insert(brought))
+    bench.holds["B"] = theirs[16:]
+    bench.look()
+    bench.take("C", 8)
+    return bench
+
+
+def locked_prefix_recovered_in_the_legacy_tree() -> Bench:
+    return _locked_prefix_recovered(unified=False)
+
+
+def locked_prefix_recovered_in_the_unified_tree() -> Bench:
+    return _locked_prefix_recovered(unified=True)
+
+
+def locked_prefix_recovered_in_part_in_the_legacy_tree() -> Bench:
+    return _locked_prefix_recovered(unified=False, evicted=8)
+
+
+def locked_prefix_recovered_in_part_in_the_unified_tree() -> Bench:
+    return _locked_prefix_recovered(unified=True, evicted=8)
+
+
 FAULTS: dict[str, Callable[[], Bench]] = {
     run.__name__: run
     for run in (
@@ -158,6 +205,10 @@ FAULTS: dict[str, Callable[[], Bench]] = {
         decode_without_a_full_page,
         padding_alone_is_freed,
         queued_free_of_a_part_repointed,
+        locked_prefix_recovered_in_the_legacy_tree,
+        locked_prefix_recovered_in_the_unified_tree,
+        locked_prefix_recovered_in_part_in_the_legacy_tree,
+        locked_prefix_recovered_in_part_in_the_unified_tree,
     )
 }
 

@@ -28,8 +28,9 @@ NAMES = [patch.name for patch in catalogue.PATCHES]
 
 #: What the reports and the fault catalogue say, not what the engine finds.
 _ALL = {"tail-of-zero", "padding-not-freed", "decode-needs-both-sides"}
-_TO_13 = {*_ALL, "backup-holds-mapping", "partial-free-clears-page"}
 _TO_16 = {*_ALL, "backup-holds-mapping"}
+_TO_14 = {*_TO_16, "locked-prefix-kept", "locked-prefix-kept-unified"}
+_TO_13 = {*_TO_14, "partial-free-clears-page"}
 _FROM_20 = {*_ALL, "segment-free-of-nothing"}
 NEEDED = {
     "0.5.12": {
@@ -42,7 +43,7 @@ NEEDED = {
     "0.5.12.post1": {*_TO_13, "translation-memo-write", "window-slots-register"},
     "0.5.13": _TO_13,
     "0.5.13.post1": _TO_13,
-    "0.5.14": _TO_16,
+    "0.5.14": _TO_14,
     "0.5.15": _TO_16,
     "0.5.15.post1": _TO_16,
     "0.5.16": _TO_16,
