@@ -65,7 +65,13 @@ HOME = {
 FILES = {
     "0.5.12": {
         f"srt/mem_cache/{name}.py"
-        for name in ("allocator", "deepseek_v4_memory_pool", "swa_memory_pool")
+        for name in (
+            "allocator",
+            "deepseek_v4_memory_pool",
+            "swa_memory_pool",
+            "swa_radix_cache",
+            "unified_cache_components/swa_component",
+        )
     },
     "0.5.23": {"srt/mem_cache/allocator/paged.py", "srt/mem_cache/allocator/swa.py"},
 }
@@ -120,7 +126,7 @@ def test_apply_on_the_whole_release_touches_nothing_else(version: str, tmp_path:
     source = checkouts.require(version) if checkouts.is_fetched(version) else None
     if source is None:
         pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    subprocess.run(["cp", "-r", str(source), str(tmp_path / "tree")], check=True)
+    subprocess.run(["cp", "-r", str(source.resolve()), str(tmp_path / "tree")], check=True)
     command = [sys.executable, "-P", "-m", "hicache_guard.cli.main", "patch"]
     for action in ("apply", "reverse"):
         subprocess.run([*command, action, str(tmp_path / "tree")], check=True, timeout=10)
