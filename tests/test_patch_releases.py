@@ -123,10 +123,11 @@ def test_apply_then_reverse_is_the_identity(version: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
 def test_apply_on_the_whole_release_touches_nothing_else(version: str, tmp_path: Path) -> None:
     """The whole tree, compared by git; and in the time that the contract allows."""
-    source = checkouts.require(version) if checkouts.is_fetched(version) else None
+    # resolved: a copy of a link is a link, and what is patched would be the release itself
+    source = checkouts.require(version).resolve() if checkouts.is_fetched(version) else None
     if source is None:
         pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    subprocess.run(["cp", "-r", str(source.resolve()), str(tmp_path / "tree")], check=True)
+    subprocess.run(["cp", "-r", str(source), str(tmp_path / "tree")], check=True)
     command = [sys.executable, "-P", "-m", "hicache_guard.cli.main", "patch"]
     for action in ("apply", "reverse"):
         subprocess.run([*command, action, str(tmp_path / "tree")], check=True, timeout=10)

@@ -67,9 +67,8 @@ def running_release() -> Release:
             f"SGLang {version} is not a supported release; supported: {', '.join(RELEASES)}"
         )
     if version == QUEUES_RESOLVED.version:
-        hybrid = _class_of(QUEUES_RESOLVED.seams[0])
-        free = getattr(hybrid.free_swa, _MARK, hybrid.free_swa)
-        if RESOLVING_NAME in free.__code__.co_names:
+        free_swa: Any = vars(_class_of(QUEUES_RESOLVED.seams[0]))["free_swa"]
+        if RESOLVING_NAME in getattr(free_swa, _MARK, free_swa).__code__.co_names:
             return QUEUES_RESOLVED
     return RELEASES[version]
 
