@@ -1,8 +1,8 @@
 """Our own corrections of known faults, in the order in which they are applied.
 
 Where two patches write at the start of the same method, the later one here comes first there.
-Faults that cannot be told from rightful calls without bookkeeping have no patch: docs/design.md
-says which, and the guard finds them.
+Faults that cannot be told from rightful calls without bookkeeping have no patch:
+docs/upstream-issues.md says which, and the guard finds them.
 """
 
 from __future__ import annotations
