@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -352,7 +352,7 @@ class _Tree:
             _choose_core(core)
         return UnifiedRadixCache(CacheInitParams(**params))
 
-    def key(self, tokens: range) -> Any:
+    def key(self, tokens: Sequence[int]) -> Any:
         try:
             return self._key(array("q", tokens), None)
         except (AssertionError, TypeError):
@@ -372,10 +372,11 @@ class _Tree:
         )
         return path[: result.device_prefix_len]  # type: ignore[no-any-return]
 
-    def evict(self, count: int) -> None:
+    def evict(self, count: int, window: int | None = None) -> None:
         from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 
-        self.cache.evict(EvictParams(num_tokens=count, swa_num_tokens=count))
+        window = count if window is None else window
+        self.cache.evict(EvictParams(num_tokens=count, swa_num_tokens=window))
 
 
 def _choose_core(core: str) -> None:

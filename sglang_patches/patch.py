@@ -25,6 +25,8 @@ class Patch:
     it edits, and the ``needs`` that it builds on, are as in one of them. ``clear`` are the releases
     that were read and need nothing. A release in neither has not been looked at. Of the patches of
     one ``family`` a tree can carry one, that for its release; people may name the family instead.
+    ``fault`` is what goes wrong without a backport, and ``cases`` name what shows it: rows of the
+    fault catalogue, or functions of ``tests/backport_faults.py``.
     """
 
     name: str
@@ -37,6 +39,8 @@ class Patch:
     clear: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()
     family: str = ""
+    fault: str = ""
+    cases: tuple[str, ...] = ()
 
     def is_named(self, names: Collection[str]) -> bool:
         return self.name in names or (bool(self.family) and self.family in names)

@@ -3,8 +3,8 @@
 The driver keeps what a scheduler keeps and does only what SGLang's callers do: prefill, tail
 preallocation, decode, out-of-window eviction, release whole, in part, in groups and by segment,
 load-back, clear. In observe an unguarded allocator does the same beside the guarded one, and free
-lists and mapping are compared after every operation; in enforce and strict the independent audit
-looks every 50. Prints one JSON line a mode.
+lists and mapping are compared after every operation; in the others, off among them, the independent
+audit looks every 50. Prints one JSON line a mode.
 """
 
 from __future__ import annotations
@@ -180,9 +180,10 @@ def run(mode: str, operations: int, seed: int) -> dict[str, Any]:
     for turn, page_size in enumerate(PAGE_SIZES):
         slots = 48 * page_size
         uninstall()
-        plain = pools.build(slots, slots * 2 // 3, page_size, need_sort=turn % 2 == 1)
-        install(mode)
-        guarded = pools.build(slots, slots * 2 // 3, page_size, need_sort=turn % 2 == 1)
+        plain = guarded = pools.build(slots, slots * 2 // 3, page_size, need_sort=turn % 2 == 1)
+        if mode != "off":
+            install(mode)
+            guarded = pools.build(slots, slots * 2 // 3, page_size, need_sort=turn % 2 == 1)
         observe = mode == "observe"
         traffic = Traffic([plain, guarded] if observe else [guarded], seed + turn)
         while traffic.done < operations // len(PAGE_SIZES):
@@ -195,7 +196,8 @@ def run(mode: str, operations: int, seed: int) -> dict[str, Any]:
                 faults = audit(guarded, books)
                 assert not faults, faults
         done += traffic.done
-        for fault, count in guard_of(guarded).tally.violations.items():
+        found = guard_of(guarded).tally.violations if mode != "off" else {}
+        for fault, count in found.items():
             counted[fault.value] = counted.get(fault.value, 0) + count
     return {"mode": mode, "operations": done, "counted": counted}
 
@@ -204,12 +206,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--operations", type=int, default=100_000, help="over all modes together")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--modes", nargs="*", default=["observe", "enforce", "strict"])
     options = parser.parse_args()
     torch.set_num_threads(1)
     pools.quiet()
     compute_slots_without_triton()
-    for mode, share in (("observe", 0.5), ("enforce", 0.3), ("strict", 0.2)):
-        print(json.dumps(run(mode, int(options.operations * share), options.seed)), flush=True)
+    shares = {"off": 0.5, "observe": 0.5, "enforce": 0.3, "strict": 0.2}
+    whole = sum(shares[mode] for mode in options.modes)
+    for mode in options.modes:
+        operations = int(options.operations * shares[mode] / whole)
+        print(json.dumps(run(mode, operations, options.seed)), flush=True)
 
 
 if __name__ == "__main__":

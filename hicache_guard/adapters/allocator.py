@@ -68,7 +68,7 @@ def attach(allocator: Any) -> None:
         mapping=allocator.full_to_swa_index_mapping,
         on_report=current.on_report,
     )
-    link = AllocatorLink(allocator, guard, current.release)
+    link = AllocatorLink(allocator, guard, hooks.as_patched(current.release))
     vars(allocator)[ATTRIBUTE] = link
     vars(allocator.get_kvcache())[ATTRIBUTE] = link
     for pool, ledger in ((full, guard.full), (window, guard.window)):

@@ -15,7 +15,13 @@ from typing import Any
 
 from hicache_guard.adapters import patched, state
 from hicache_guard.adapters.link import Factory, StandIn, all_links
-from hicache_guard.adapters.releases import RELEASES, Release, Seam
+from hicache_guard.adapters.releases import (
+    QUEUES_RESOLVED,
+    RELEASES,
+    RESOLVING_NAME,
+    Release,
+    Seam,
+)
 from hicache_guard.adapters.state import Route, Settings
 from hicache_guard.core.errors import ConfigError, UnguardedError
 from hicache_guard.core.modes import Mode
@@ -104,6 +110,15 @@ def running_release() -> Release:
     if named and dataclasses.replace(named, version=written.version) == written:
         return named  # the same row by its own name
     return written
+
+
+def as_patched(release: Release) -> Release:
+    """The row of ``release``, as a backport of ours that this SGLang carries changes it."""
+    if release.version == QUEUES_RESOLVED.version:
+        free_swa: Any = vars(_class_of(QUEUES_RESOLVED.seams[0]))["free_swa"]
+        if RESOLVING_NAME in getattr(free_swa, _MARK, free_swa).__code__.co_names:
+            return QUEUES_RESOLVED
+    return release
 
 
 def _import_what_every_release_has() -> None:

@@ -249,3 +249,11 @@ def rows() -> list[tuple[Release, ...]]:
     for release in RELEASES.values():
         found.setdefault(dataclasses.replace(release, version=""), []).append(release)
     return [tuple(alike) for alike in found.values()]
+
+
+#: 0.5.18 with our backport of #36081: its window frees are resolved when they are queued. It is
+#: known by a name in the code of ``free_swa`` that the release itself does not use there.
+QUEUES_RESOLVED = dataclasses.replace(
+    RELEASES["0.5.18"], deferred_frees=_FREE, resolves_in_group=True
+)
+RESOLVING_NAME = "index_fill_"

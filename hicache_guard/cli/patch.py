@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from hicache_guard.core.errors import ConfigError
-from hicache_guard.patches import catalogue, plan, work
+from hicache_guard.patches import catalogue, plan, upstream, work
 from hicache_guard.patches.patch import Patch
 from hicache_guard.patches.plan import State, Tree
 
@@ -43,8 +43,15 @@ def main() -> None:
 
 
 @app.command("list")
-def show() -> None:
+def show(
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="The table of docs/upstream-issues.md.")
+    ] = False,
+) -> None:
     """List the patches, their reports and the releases that they are for."""
+    if markdown:
+        print(upstream.table(catalogue.PATCHES))
+        return
     table = _table("kind", "reports", "what it does", "releases")
     for patch in catalogue.PATCHES:
         first, last = patch.affects[0], patch.affects[-1]

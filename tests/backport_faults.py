@@ -1,0 +1,228 @@
+"""Faults that backports end, beside those of the catalogue, run on the release on the path.
+
+Each is driven as ``repro/cases.py`` drives its own, judged by the same audit, and run in a child
+process with no guard installed. Prints a JSON object a case: with names, only those, of either set.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from hicache_guard.adapters.hooks import running_release
+from hicache_guard.repro import cases, worker
+from hicache_guard.repro.cases import NotInThisRelease, WrongSlot
+from hicache_guard.repro.pools import Bench, allocator_classes, build, decode, extend, quiet, slots
+
+
+def partial_free_then_load_back() -> Bench:
+    """#27779 by legal calls: what a page freed in part left behind meets a load-back."""
+    bench = Bench(build())
+    pool = bench.allocator
+    mine = bench.take("A", 7)
+    bench.drop("A")
+    bench.do("A frees its first 5 slots: both pages go", lambda: pool.free(mine[:5]), request="A")
+    bench.look()
+    row = bench.do("a row comes back", lambda: pool.full_attn_allocator.alloc(12))
+    window = bench.do("with window KV for its end", lambda: pool.swa_attn_allocator.alloc(4))
+    bench.do("which is mapped", lambda: pool.set_full_to_swa_mapping(row[8:], window))
+    bench.holds["row"] = row
+    bench.take("B", 8)
+    bench.drop("row")
+    release = (
+        (lambda: (pool.free_full(row[:8]), pool.free(row[8:])))
+        if hasattr(pool, "free_full")
+        else (lambda: pool.free(row))
+    )
+    bench.do("and is freed", release)
+    bench.look()
+    return bench
+
+
+def batch_slots_outlive_the_mapping() -> Bench:
+    """#25889's kind: window slots set for a batch, the mapping replaced, the next write."""
+    bench = Bench(build())
+    pool = bench.allocator
+    kv = pool.get_kvcache()
+    if not hasattr(kv, "set_swa_loc"):
+        raise NotInThisRelease("window slots are not kept")
+    mine = bench.take("A", 4)
+    kv.set_swa_loc(kv.translate_loc_from_full_to_swa(mine))
+    mapping = pool.full_to_swa_index_mapping.clone()
+    mapping[mine] = slots(20, 21, 22, 23)
+    bench.do("the mapping is replaced", lambda: kv.register_mapping(mapping))
+    ones = torch.ones(4, 1, 8, dtype=torch.float16)
+    layer = SimpleNamespace(layer_id=0)
+    bench.do("A writes", lambda: kv.set_kv_buffer(layer, mine, ones, ones))
+    key = kv.swa_kv_pool.get_key_buffer(0)
+    got = key.float().abs().sum(dim=(1, 2)).nonzero()[:, 0].tolist()
+    if got != [20, 21, 22, 23]:
+        raise WrongSlot(f"window rows {got} were written, not [20, 21, 22, 23]")
+    return Bench(None)
+
+
+def memo_of_the_norm_rope_write() -> Bench:
+    """C3b in the other window write: the fused kernel is stood in for; where it writes counts."""
+    from sglang.srt.mem_cache import deepseek_v4_memory_pool as module
+
+    pool = cases._dsv4_pool(32)
+    write = getattr(pool, "set_swa_key_buffer_radix_fused_norm_rope", None)
+    if write is None or not hasattr(module, "fused_k_norm_rope_flashmla"):
+        raise NotInThisRelease("no such write")
+    pool.swa_kv_pool.kv_buffer = [None, None]
+    pool.swa_kv_pool.page_size = 4
+    pool.register_mapping(torch.arange(33))
+    written: list[list[int]] = []
+    module.fused_k_norm_rope_flashmla = lambda **given: written.append(given["out_loc"].tolist())
+    for layer, row in enumerate((slots(4, 5), slots(12, 13))):
+        write(layer, row, None, None, 0.0, None, None)
+    if written != [[4, 5], [12, 13]]:
+        raise WrongSlot(f"window rows {written} were written, not [[4, 5], [12, 13]]")
+    return Bench(None)
+
+
+def decode_without_a_window_page() -> Bench:
+    """S3 with no exception for the releases whose kernel reads past the end of the free list."""
+    bench = Bench(build(64, 16))
+    pool = bench.allocator
+    mine = bench.take("A", 16)
+    got = bench.do("A decodes on", lambda: decode(pool, 17, int(mine[-1])), request="A")
+    if got is not None:
+        bench.holds["A"] = torch.cat((mine, got))
+    bench.look()
+    return bench
+
+
+def decode_without_a_full_page() -> Bench:
+    bench = Bench(build(16, 64))
+    pool = bench.allocator
+    mine = bench.take("A", 16)
+    got = bench.do("A decodes on", lambda: decode(pool, 17, int(mine[-1])), request="A")
+    if got is not None:
+        bench.holds["A"] = torch.cat((mine, got))
+    bench.look()
+    return bench
+
+
+def padding_alone_is_freed() -> Bench:
+    """C9 and C10 with nothing else in the call, and in a group."""
+    bench = Bench(build())
+    pool = bench.allocator
+    bench.take("other", 8)
+    bench.do("the padding slot is freed", lambda: pool.free(slots(0)))
+    bench.look()
+    bench.do("a -1 is freed", lambda: pool.free(slots(-1)))
+    bench.look()
+    bench.do("a group opens", pool.free_group_begin)
+    bench.do("both are freed", lambda: pool.free(slots(-1, 0)))
+    bench.do("the group ends", pool.free_group_end)
+    bench.look()
+    bench.take("B", 8)
+    return bench
+
+
+def queued_free_of_a_part_repointed() -> Bench:
+    """S2 where the queued free names some slots of its pages only, one of them twice."""
+    bench = Bench(build())
+    pool = bench.allocator
+    kept = bench.take("node", 8)
+    bench.do("a free group opens", pool.free_group_begin)
+    bench.do("part of it is freed: queued", lambda: pool.free_swa(kept[[0, 1, 1, 6]]))
+    incoming = bench.do("a newcomer brings the same tokens", lambda: extend(pool, 8))
+
+    def recover() -> None:
+        window = pool.translate_loc_from_full_to_swa(incoming).to(torch.int64)
+        pool.set_full_to_swa_mapping(kept, window)
+        pool.full_to_swa_index_mapping[incoming] = 0
+        pool.full_attn_allocator.free(incoming)
+
+    bench.do("the node is recovered with the newcomer's window slots", recover)
+    bench.do("the group ends", pool.free_group_end)
+    bench.look()
+    bench.take("B", 8)
+    return bench
+
+
+def _locked_prefix_recovered(*, unified: bool, evicted: int = 0) -> Bench:
+    """#29352: a prefix is used by a request, its window side is gone, a newcomer brings it anew.
+
+    The newcomer has window KV from ``evicted`` on.
+    """
+    from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
+
+    bench = Bench(build(96, 48))
+    tree = cases._Tree(bench, unified=unified)
+    mine = bench.take("A", 24)
+    bench.do("A's 24 tokens are inserted", lambda: tree.insert(range(24), mine))
+    tree.match(range(16))  # splits the node
+    found = tree.cache.match_prefix(MatchPrefixParams(key=tree.key(range(24))))
+    bench.do("A locks them", lambda: tree.cache.inc_lock_ref(found.last_device_node))
+    bench.do("its first 16 leave the window", lambda: tree.evict(0, 16))
+    bench.look()
+    theirs = bench.take("B", 24)
+    if evicted:
+        bench.do("B's first leave its window", lambda: bench.allocator.free_swa(theirs[:evicted]))
+    brought = InsertParams(
+        key=tree.key([*range(16), *range(100, 108)]),
+        value=theirs.clone(),
+        swa_evicted_seqlen=evicted,
+    )
+    bench.do("B brings them and 8 more", lambda: tree.cache.insert(brought))
+    bench.holds["B"] = theirs[16:]
+    bench.look()
+    bench.take("C", 8)
+    return bench
+
+
+def locked_prefix_recovered_in_the_legacy_tree() -> Bench:
+    return _locked_prefix_recovered(unified=False)
+
+
+def locked_prefix_recovered_in_the_unified_tree() -> Bench:
+    return _locked_prefix_recovered(unified=True)
+
+
+def locked_prefix_recovered_in_part_in_the_legacy_tree() -> Bench:
+    return _locked_prefix_recovered(unified=False, evicted=8)
+
+
+def locked_prefix_recovered_in_part_in_the_unified_tree() -> Bench:
+    return _locked_prefix_recovered(unified=True, evicted=8)
+
+
+FAULTS: dict[str, Callable[[], Bench]] = {
+    run.__name__: run
+    for run in (
+        partial_free_then_load_back,
+        batch_slots_outlive_the_mapping,
+        memo_of_the_norm_rope_write,
+        decode_without_a_window_page,
+        decode_without_a_full_page,
+        padding_alone_is_freed,
+        queued_free_of_a_part_repointed,
+        locked_prefix_recovered_in_the_legacy_tree,
+        locked_prefix_recovered_in_the_unified_tree,
+        locked_prefix_recovered_in_part_in_the_legacy_tree,
+        locked_prefix_recovered_in_part_in_the_unified_tree,
+    )
+}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    quiet()
+    allocator_classes()
+    release: Any = running_release()
+    worker._import_everything(release)
+    known = {**cases.CASES, **FAULTS}
+    for name in sys.argv[1:] or known:
+        print(json.dumps({"case": name, **worker._in_child(known[name], "off")}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
