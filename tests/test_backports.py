@@ -2,7 +2,7 @@
 
 No guard is installed for that; the audit of ``repro/audit.py`` judges. What a release did rightly
 it still does, unguarded and under the guard in strict, with all its patches in. Mutations seen to
-fail here: each edit of each patch left out.
+fail here: each patch left out.
 """
 
 from __future__ import annotations
@@ -123,11 +123,11 @@ def test_legal_sequences_on_the_patched_release(patched: Any) -> None:
 @pytest.mark.sglang
 def test_long_legal_traffic_on_the_patched_release(patched: Any) -> None:
     version, tree = patched
-    if version not in ("0.5.12", "0.5.13", "0.5.18", "0.5.19", "0.5.23"):
+    if version not in ("0.5.12", "0.5.18", "0.5.23"):
         pytest.skip("its patches are those of a release that this runs on")
-    rows = _run(tree, "long_legal.py", "--operations", "12000", "--modes", "off", "strict")
+    rows = _run(tree, "long_legal.py", "--operations", "3000", "--modes", "off", "strict")
     assert [row["mode"] for row in rows] == ["off", "strict"]
-    assert sum(row["operations"] for row in rows) >= 11_990  # shares are rounded down
+    assert sum(row["operations"] for row in rows) >= 2_990  # shares are rounded down
     assert all(row["counted"] == {} for row in rows), rows
 
 
