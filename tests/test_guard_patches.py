@@ -199,11 +199,11 @@ CLASSES = """
 import importlib, sys
 from hicache_guard.adapters import patched
 from hicache_guard.adapters.releases import RELEASES
-seams = RELEASES[sys.argv[1] if len(sys.argv) > 1 else VERSION].seams
+seams = RELEASES[VERSION].seams
 for seam in seams:
     cls = getattr(importlib.import_module(seam.module), seam.cls)
     ours = [name for name, value in vars(cls).items()
-            if "hicache" in repr(value) or hasattr(value, "__hicache_guard_original__")]
+            if "hicache_guard" in repr(value) or hasattr(value, "__hicache_guard_original__")]
     assert not ours, (cls, ours)
 assert {(seam.module, seam.cls) for seam in seams} == set(patched.decorations)
 assert "hicache_guard.adapters.hooks" not in sys.modules
