@@ -199,7 +199,7 @@ CLASSES = """
 import importlib, sys
 from hicache_guard.adapters import patched
 from hicache_guard.adapters.releases import RELEASES
-seams = RELEASES[sys.argv[1] if len(sys.argv) > 1 else VERSION].seams
+seams = RELEASES[VERSION].seams
 for seam in seams:
     cls = getattr(importlib.import_module(seam.module), seam.cls)
     ours = [name for name, value in vars(cls).items()
