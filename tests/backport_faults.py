@@ -10,11 +10,9 @@ import json
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
-from hicache_guard.adapters.hooks import running_release
 from hicache_guard.repro import cases, worker
 from hicache_guard.repro.cases import NotInThisRelease, WrongSlot
 from hicache_guard.repro.pools import Bench, allocator_classes, build, decode, extend, quiet, slots
@@ -217,11 +215,13 @@ def main() -> None:
     torch.set_num_threads(1)
     quiet()
     allocator_classes()
-    release: Any = running_release()
-    worker._import_everything(release)
+    worker._import_everything()
     known = {**cases.CASES, **FAULTS}
     for name in sys.argv[1:] or known:
-        print(json.dumps({"case": name, **worker._in_child(known[name], "off")}), flush=True)
+        print(
+            json.dumps({"case": name, **worker._in_child(known[name], "off", "install")}),
+            flush=True,
+        )
 
 
 if __name__ == "__main__":
