@@ -87,6 +87,7 @@ def _copy(version: str, place: Path, *names: str) -> Path:
     return place
 
 
+@pytest.mark.slow
 @pytest.mark.sglang
 def test_faults_are_there_without_the_patches_and_gone_with_them(patched: Any) -> None:
     """And what was right stays right, whatever it is."""
@@ -114,6 +115,7 @@ def test_a_patch_does_it_alone(patch: Patch, tmp_path: Path) -> None:
     assert after == dict.fromkeys(faulty, "ok")
 
 
+@pytest.mark.slow
 @pytest.mark.sglang
 def test_legal_sequences_on_the_patched_release(patched: Any) -> None:
     """No alarm in any mode, the audit clean, observe bit for bit the patched release without it."""
@@ -124,6 +126,7 @@ def test_legal_sequences_on_the_patched_release(patched: Any) -> None:
         assert (faults, counted, same) == ([], {}, True), (name, page_size, mode)
 
 
+@pytest.mark.slow
 @pytest.mark.sglang
 def test_long_legal_traffic_on_the_patched_release(patched: Any) -> None:
     _, tree = patched
