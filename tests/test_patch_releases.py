@@ -92,9 +92,6 @@ FILES = {
     },
 }
 
-#: One release of each kind of code.
-FEW = ("0.5.12", "0.5.12.post1", "0.5.13", "0.5.15", "0.5.18", "0.5.23")
-
 
 def at(root: Path) -> Tree:
     return Tree(layout.find(root))
@@ -178,7 +175,7 @@ def _lines_kept_in_comments(root: Path) -> int:
 
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
 @settings(
-    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=3, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_random_subsets_in_any_order(
@@ -240,7 +237,7 @@ MUTATIONS: dict[str, tuple[Callable[[str], str], bool]] = {
 }
 
 
-@pytest.mark.parametrize("version", FEW)
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_mutated_source_is_patched_rightly_or_refused(
     version: str, mutation: str, tmp_path: Path
