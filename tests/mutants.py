@@ -49,7 +49,7 @@ def case(key: str, mode: str) -> Wrong:
     """A case of the catalogue, judged by the rule of the matrix."""
 
     def wrong() -> bool:
-        cell = Cell(key, running_version(), {mode: _run(CASES[key], mode)})
+        cell = Cell(key, running_version(), results={mode: _run(CASES[key], mode, "install")})
         return bool(cell.wrong())
 
     return wrong

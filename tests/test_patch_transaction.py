@@ -11,14 +11,14 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 from patch_trees import checkout, git, small_tree, snapshot
 
 from hicache_guard.core.errors import ConfigError
-from hicache_guard.patches import catalogue, transaction, work
+from hicache_guard.patches import catalogue, plan, transaction, work
 from hicache_guard.patches.transaction import Change
 
 FILES = ("a.py", "sub/b.py", "sub/c.py")
@@ -151,53 +151,83 @@ def test_kill_while_recovering(tree: Path) -> None:
     pytest.fail("recovery never finished")
 
 
-@pytest.mark.sglang
-def test_two_hundred_kills_of_apply(tmp_path: Path) -> None:
-    """SIGKILL at random moments of the writing part of ``apply`` and ``reverse`` on real files."""
-    root = small_tree("0.5.12", tmp_path / "tree")
-    before = snapshot(root)
-    with work.opened(root) as (opened, _):
-        planned = opened.changes({patch.name for patch in catalogue.PATCHES})
-        started = time.perf_counter()
-        transaction.write(root, planned)
-        duration = time.perf_counter() - started
-    after = snapshot(root)
-    assert after != before
-    reversing = [True]
-    outcomes = {"before": 0, "after": 0, "repaired": 0}
-    dice = random.Random(0)
+def _kills(root: Path, goals: Sequence[Callable[[], None]], wait: Callable[[int], None]) -> None:
+    """Kill what leads to each of two states in turn, 200 times; one of the two is what is left.
 
-    def run() -> None:
-        with work.opened(root) as (opened, _):
-            if reversing[0]:
-                changed = opened.changes(set())
-            else:
-                changed = opened.changes({patch.name for patch in catalogue.PATCHES})
-            os.write(signal_out, b"x")
-            transaction.write(root, changed)
-
+    ``goals`` go from the present state to the other one and back; ``wait`` ends at the moment of
+    the kill, given the child's process.
+    """
+    states = [snapshot(root)]
+    goals[0]()
+    states.append(snapshot(root))
+    assert states[0] != states[1]
+    at, outcomes = 1, {"before": 0, "after": 0}
     for _ in range(200):
-        signal_in, signal_out = os.pipe()
-        child = in_child(run)
-        os.close(signal_out)
-        os.read(signal_in, 1)  # most of the time goes into planning, which writes nothing
-        time.sleep(dice.random() * duration * 1.3)
+        child = in_child(goals[at])
+        wait(child)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        os.close(signal_in)
-        start, goal = (after, before) if reversing[0] else (before, after)
+        start, goal = states[at], states[1 - at]
         for name, content in snapshot(root).items():
             if not name.startswith(transaction.STATE):
                 assert content in (start[name], goal[name]), "a torn file"
-        outcomes["repaired"] += bool(settle(root))
+        settle(root)
         assert snapshot(root) in (start, goal)
         if snapshot(root) == goal:
             outcomes["after"] += 1
-            reversing[0] = not reversing[0]
+            at = 1 - at
         else:
             outcomes["before"] += 1
-    assert outcomes["before"] > 5, outcomes
-    assert outcomes["after"] > 5, outcomes
+    assert min(outcomes.values()) > 5, outcomes
+
+
+@pytest.mark.sglang
+def test_two_hundred_kills_of_writing(tmp_path: Path) -> None:
+    """SIGKILL at random moments of the part of ``apply`` and ``reverse`` that writes."""
+    root = small_tree("0.5.12", tmp_path / "tree")
+    with work.opened(root) as (opened, _):
+        patches = plan.choose(opened, (), (), force_unknown=False)
+        there = opened.changes({patch.name for patch in patches})
+    back = {file: Change(change.after, change.before) for file, change in there.items()}
+
+    def write(planned: dict[Path, Change]) -> None:
+        with transaction.locked(root):
+            transaction.recover(root)
+            transaction.write(root, planned)
+
+    started = time.perf_counter()
+    write(there)
+    write(back)
+    duration = (time.perf_counter() - started) / 2
+    dice = random.Random(0)
+    _kills(
+        root,
+        (lambda: write(there), lambda: write(back)),
+        lambda child: time.sleep(dice.random() * duration * 1.5),
+    )
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_two_hundred_kills_of_apply(tmp_path: Path) -> None:
+    """The same for all that ``apply`` and ``reverse`` do, planning included."""
+    root = small_tree("0.5.12", tmp_path / "tree")
+
+    def apply() -> None:
+        with work.opened(root) as (opened, _):
+            work.apply(opened, plan.choose(opened, (), (), force_unknown=False))
+
+    def reverse() -> None:
+        with work.opened(root) as (opened, _):
+            work.reverse(opened, catalogue.PATCHES)
+
+    durations = []
+    for goal in (apply, reverse):
+        started = time.perf_counter()
+        goal()
+        durations.append(time.perf_counter() - started)
+    dice = random.Random(0)
+    _kills(root, (apply, reverse), lambda child: time.sleep(dice.random() * max(durations) * 1.3))
 
 
 @pytest.mark.sglang
@@ -208,28 +238,31 @@ def test_kill_at_every_step_of_a_commit(tmp_path: Path) -> None:
     """
     root = checkout("0.5.12", tmp_path / "tree")
     base = git(root, "rev-parse", "HEAD").strip()
+    with work.opened(root) as (opened, _):
+        patches = plan.choose(opened, (), (), force_unknown=False)
+        work.steps(opened, patches)  # planned once, and not again in every child
+        opened.changes({patch.name for patch in patches})
     seen = set()
-    for step in range(0, 400, 5):
+    for step in range(0, 4000, 11):
 
         def run(step: int = step) -> None:
-            with work.opened(root) as (opened, _):
-                names = {patch.name for patch in catalogue.PATCHES}
-                opened.changes(names)
+            with transaction.locked(root):
+                transaction.recover(root)
                 _die_at(step)
-                work.apply(opened, catalogue.PATCHES, commit=True)
+                work.apply(opened, patches, commit=True)
 
         finished = status_of(in_child(run)) == 0
         settle(root)
         assert git(root, "status", "--porcelain") == "", step
         count = int(git(root, "rev-list", "--count", f"{base}..HEAD"))
-        assert count in (0, len(catalogue.PATCHES))
+        assert count in (0, len(patches))
         seen.add(count)
         git(root, "reset", "--quiet", "--hard", base)
         if finished:
             break
     else:
         pytest.fail("it never finished")
-    assert seen == {0, len(catalogue.PATCHES)}
+    assert seen == {0, len(patches)}
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3])
