@@ -426,9 +426,7 @@ def _note_and_free(
     allocator = link.allocator()
     beyond = mapping.shape[0] - 1
     # The caller may reuse the memory of its row before this is looked at.
-    heads = free_index[::size].clone() if size > 1 else free_index.clone()
-    if heads.dtype != torch.int64:
-        heads = heads.to(torch.int64)
+    heads = (free_index[::size] if size > 1 else free_index).to(torch.int64, copy=True)
     if guard.mode is not Mode.ENFORCE:
         safe = free_index
         rows = heads.clamp(0, beyond - 1) if window else heads
@@ -436,6 +434,7 @@ def _note_and_free(
         # The release follows an index before anybody has checked it: keep it inside.
         rows = safe = free_index.clamp(0, beyond)  # at worst the sentinel; it is put back
     else:
+        # Not to the sentinel: only heads are checked, so nobody would put it back.
         safe = free_index.clamp(min=0)
         safe.masked_fill_(safe >= beyond, 0)
         rows = safe[::size]
