@@ -88,6 +88,13 @@ def extend(allocator: Any, count: int, *, prefix: int = 0, last: int = -1) -> Sl
     )
 
 
+def extend_surely(allocator: Any, count: int) -> Slots:
+    """``extend`` by what is known to fit."""
+    slots = extend(allocator, count)
+    assert slots is not None, "out of pages"
+    return slots
+
+
 def extend_tail(
     allocator: Any, count: int, tail: int, *, prefix: int = 0, last: int = -1
 ) -> Slots | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,7 @@ import torch
 from hicache_guard.adapters import allocator, link, page_pool
 from hicache_guard.adapters.allocator import guard_of
 from hicache_guard.adapters.hooks import install, running_version
-from hicache_guard.core.backlog import Backlog, Taken
+from hicache_guard.core.backlog import Backlog, Freed, Taken
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.ledger import FREED, PageLedger
 from hicache_guard.core.translation import Remembered
@@ -74,23 +73,23 @@ def _counted(pool: Any) -> int:
 
 
 def twice_in_one_call(pool: Any) -> bool:
-    row, other = pools.extend(pool, 4), pools.extend(pool, 4)
+    row, other = pools.extend_surely(pool, 4), pools.extend_surely(pool, 4)
     pool.free(torch.cat((row, row)))
     return bool(audit(pool, {"other": other})) or not _counted(pool)
 
 
 def window_recycled_behind_an_entry(pool: Any) -> bool:
     """The window side is freed by its own slots and given away; then the full slots are freed."""
-    row = pools.extend(pool, 8)
+    row = pools.extend_surely(pool, 8)
     window = pool.full_to_swa_index_mapping[row].clone()
     pool.swa_attn_allocator.free(window)
-    newcomer = pools.extend(pool, 8)
+    newcomer = pools.extend_surely(pool, 8)
     pool.free(row)
     return bool(audit(pool, {"newcomer": newcomer})) or not _counted(pool)
 
 
 def alias_freed_by_its_old_owner(pool: Any) -> bool:
-    old, new = pools.extend(pool, 4), pools.extend(pool, 4)
+    old, new = pools.extend_surely(pool, 4), pools.extend_surely(pool, 4)
     before = pool.full_to_swa_index_mapping[new].clone()
     pool.free_swa(new)
     pool.set_full_to_swa_mapping(new, pool.full_to_swa_index_mapping[old].clone())
@@ -100,10 +99,10 @@ def alias_freed_by_its_old_owner(pool: Any) -> bool:
 
 
 def alias_left_until_the_next_allocation(pool: Any) -> bool:
-    old, new = pools.extend(pool, 4), pools.extend(pool, 4)
+    old, new = pools.extend_surely(pool, 4), pools.extend_surely(pool, 4)
     pool.free_swa(new)
     pool.set_full_to_swa_mapping(new, pool.full_to_swa_index_mapping[old].clone())
-    other = pools.extend(pool, 4)
+    other = pools.extend_surely(pool, 4)
     held = {"old": old, "new": new, "other": other}
     return bool(audit(pool, held)) or not _counted(pool)
 
@@ -113,7 +112,7 @@ def entry_older_than_its_full_page(pool: Any) -> bool:
     reports: list[str] = []
     install("observe", on_report=lambda violation: reports.append(violation.operation))
     pool = pools.build(64, 32, 4)
-    row = pools.extend(pool, 8)
+    row = pools.extend_surely(pool, 8)
     pool.full_attn_allocator.free(row)
     reused = pools.extend_tail(pool, 8, 0)
     pool.free(reused)
@@ -122,7 +121,7 @@ def entry_older_than_its_full_page(pool: Any) -> bool:
 
 
 def dead_window_slot_mapped(pool: Any) -> bool:
-    row = pools.extend(pool, 4)
+    row = pools.extend_surely(pool, 4)
     window = pool.full_to_swa_index_mapping[row].clone()
     pool.free_swa(row)
     pool.set_full_to_swa_mapping(row, window)
@@ -130,7 +129,7 @@ def dead_window_slot_mapped(pool: Any) -> bool:
 
 
 def bare_write_of_anothers_slot(pool: Any) -> bool:
-    mine, others = pools.extend(pool, 4), pools.extend(pool, 4)
+    mine, others = pools.extend_surely(pool, 4), pools.extend_surely(pool, 4)
     theirs = set(pool.full_to_swa_index_mapping[others].tolist())
     pool.full_to_swa_index_mapping[mine] = pool.full_to_swa_index_mapping[others].clone()
     reads = [pool.translate_loc_from_full_to_swa(mine).tolist() for _ in range(2)]
@@ -141,7 +140,7 @@ def bare_write_of_anothers_slot(pool: Any) -> bool:
 
 
 def free_list_replaced(pool: Any) -> bool:
-    row = pools.extend(pool, 8)
+    row = pools.extend_surely(pool, 8)
     side = pool.full_attn_allocator
     pages = torch.unique(row // pool.page_size)
     side.free_pages = torch.cat((side.free_pages, pages))  # a fork frees behind our back
@@ -154,51 +153,51 @@ def free_list_replaced(pool: Any) -> bool:
 
 
 def read_after_part_of_a_window_page_went(pool: Any) -> bool:
-    row = pools.extend(pool, 7)
+    row = pools.extend_surely(pool, 7)
     pool.free_swa(row[:5])
-    newcomer = pools.extend(pool, 8)
+    newcomer = pools.extend_surely(pool, 8)
     read = set(pool.translate_loc_from_full_to_swa(row[5:]).tolist()) - {0}
     return bool(read & set(pool.full_to_swa_index_mapping[newcomer].tolist()))
 
 
 def window_only_recycled(pool: Any) -> bool:
     """A window slot is freed by itself and not given away; then its full slot is freed."""
-    row = pools.extend(pool, 4)
+    row = pools.extend_surely(pool, 4)
     pool.swa_attn_allocator.free(pool.full_to_swa_index_mapping[row].clone())
     len(pool.swa_attn_allocator.free_pages)
     pool.free(row)
-    one, two = pools.extend(pool, 4), pools.extend(pool, 4)
+    one, two = pools.extend_surely(pool, 4), pools.extend_surely(pool, 4)
     return bool(audit(pool, {"one": one, "two": two})) or not _counted(pool)
 
 
 def freed_twice(pool: Any) -> bool:
     """The full side is freed again once the first free was settled."""
-    row = pools.extend(pool, 4)
+    row = pools.extend_surely(pool, 4)
     pool.free(row)
     pools.settle(pool)
     free_full = getattr(pool, "free_full", pool.free)
     free_full(row)
-    one, two = pools.extend(pool, 4), pools.extend(pool, 4)
+    one, two = pools.extend_surely(pool, 4), pools.extend_surely(pool, 4)
     return bool(audit(pool, {"one": one, "two": two})) or not _counted(pool)
 
 
 def freed_twice_between_two_sides(pool: Any) -> bool:
     """A window slot is freed by its full slot, and on the window pool, with no look between."""
-    row = pools.extend(pool, 4)
+    row = pools.extend_surely(pool, 4)
     window = pool.full_to_swa_index_mapping[row].clone()
     pool.free_swa(row)
     pool.swa_attn_allocator.free(window)
-    one, two = pools.extend(pool, 4), pools.extend(pool, 4)
+    one, two = pools.extend_surely(pool, 4), pools.extend_surely(pool, 4)
     pool.free_full(row) if hasattr(pool, "free_full") else pool.full_attn_allocator.free(row)
     return bool(audit(pool, {"one": one, "two": two})) or not _counted(pool)
 
 
 def caller_writes_into_what_it_was_given(pool: Any) -> bool:
-    row, other = pools.extend(pool, 4), pools.extend(pool, 4)
+    row, other = pools.extend_surely(pool, 4), pools.extend_surely(pool, 4)
     kept = row.clone()
     row.fill_(int(other[0]))
     pool.free(kept)
-    new = pools.extend(pool, 4)
+    new = pools.extend_surely(pool, 4)
     return bool(audit(pool, {"other": other, "new": new})) or bool(_counted(pool))
 
 
@@ -237,14 +236,14 @@ def _entries_may_be_empty() -> None:
         return judged(self, rows, window, False)
 
     PoolGuard._judge_entries = judge  # type: ignore[method-assign]
-    noted = allocator.Freed
+    noted = Freed
 
     def unmapped(
         operation: Any, heads: Any, slots: int, full: bool, window: Any, *rest: Any
     ) -> Any:
         return noted(operation, heads, slots, full, window, False, rest[-1])
 
-    allocator.Freed = unmapped  # type: ignore[assignment,misc]
+    allocator.Freed = unmapped  # type: ignore[assignment, attr-defined]
 
 
 def _never(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -252,8 +251,9 @@ def _never(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
 
 
 def _notes_are_not_copied() -> None:
-    def note(self: Any, full: Any, window: Any, *, each_continues: bool = False) -> None:
+    def note(self: Any, full: Any, window: Any, *, each_continues: bool = False) -> Taken:
         self._taken.append(Taken(self._guard.current, full, window, each_continues))
+        return self._taken[-1]  # type: ignore[no-any-return]
 
     Backlog.note_taken = note  # type: ignore[method-assign]
 
@@ -440,4 +440,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -27,7 +27,7 @@ class Touched(TorchDispatchMode):
     """Adds up the elements that operators make or write while it is active."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.elements = 0
         self.by_name: dict[str, int] = {}
 
@@ -152,7 +152,8 @@ OPERATIONS: dict[str, Callable[[Pools], None]] = {
 
 def _touched(slots: int, page_size: int, mode: Mode, run: Callable[[Pools], None]) -> Touched:
     pools = Pools(slots, page_size, mode)
-    with Touched() as touched, pools.operation():
+    touched = Touched()
+    with touched, pools.operation():
         run(pools)
     return touched
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from functools import partial
 from typing import ClassVar
 
 import pytest
@@ -89,7 +90,10 @@ def test_findings_count_each_kind_and_name_its_first(masks: list[tuple[bool, boo
     verdict = Verdict(
         columns[0] | columns[1],
         slots,
-        [Suspicion(kind, lambda m=m: m) for kind, m in zip(kinds, columns, strict=True)],
+        [
+            Suspicion(kind, partial(torch.clone, mask))
+            for kind, mask in zip(kinds, columns, strict=True)
+        ],
         found=slots + 1000,
         other=slots + 2000,
     )

@@ -78,7 +78,7 @@ actions = st.one_of(
 def _play(both: Both, action: tuple[object, ...]) -> None:
     verb, *what = action
     if verb == "write":
-        row_page, slot_page, row_offset, slot_offset = map(int, what)  # type: ignore[call-overload]
+        row_page, slot_page, row_offset, slot_offset = (int(str(each)) for each in what)
         size = both.page_size
         both.write(row_page * size + row_offset % size, slot_page * size + slot_offset % size)
     else:

@@ -44,7 +44,7 @@ class Withheld(verdict.HostCopy):
 def withhold() -> None:
     """From now on nothing arrives by itself."""
     for module in (verdict, backlog, translation):
-        module.HostCopy = Withheld
+        module.HostCopy = Withheld  # type: ignore[attr-defined]
     Withheld.released, Withheld.waits = False, 0
 
 
@@ -89,8 +89,9 @@ def never_waits() -> dict[str, int]:
         for size in page_sizes():
             pair = guarded(mode, size, 400, 300)
             for _ in range(20):
-                held = pools.extend(pair.guarded, 5 * size)
+                held = pools.extend_surely(pair.guarded, 5 * size)
                 more = pools.decode(pair.guarded, 5 * size + 1, int(held[-1]))
+                assert more is not None
                 free_fixed(pair.guarded, torch.cat((held, more)))
             waits[f"{mode} {size}"] = Withheld.waits + link_of(pair).guard.tally.waits
     return waits
@@ -103,7 +104,7 @@ def holds_back() -> list[dict[str, Any]]:
         pair = guarded("enforce", size)
         allocator = pair.guarded
         full, window = sub_allocators(allocator)
-        held = pools.extend(allocator, 4 * size)
+        held = pools.extend_surely(allocator, 4 * size)
         before = len(raw_free(full))
         free_fixed(allocator, held.clone())
         row: dict[str, Any] = {
@@ -128,13 +129,15 @@ def waits_when_short() -> list[dict[str, Any]]:
     for size in page_sizes():
         pair = guarded("enforce", size, 24, 20)
         allocator = pair.guarded
-        first = pools.extend(allocator, 8 * size)
+        first = pools.extend_surely(allocator, 8 * size)
         free_fixed(allocator, first.clone())
         row: dict[str, Any] = {"page_size": size}
-        enough = pools.extend(allocator, 8 * size)
+        enough = pools.extend_surely(allocator, 8 * size)
         row["waits with enough"] = Withheld.waits
         row["got"] = enough is not None
-        more = pools.extend(allocator, 8 * size)  # 4 window pages are vetted, 8 are held back
+        more = pools.extend_surely(
+            allocator, 8 * size
+        )  # 4 window pages are vetted, 8 are held back
         row["waits when short"] = Withheld.waits
         row["got more"] = more is not None
         rows.append(row)
@@ -147,15 +150,15 @@ def reports_late() -> list[str]:
     for size in page_sizes():
         pair = guarded("observe", size)
         allocator = pair.guarded
-        pools.extend(allocator, 8 * size)
-        held = pools.extend(allocator, 2 * size)
+        pools.extend_surely(allocator, 8 * size)
+        held = pools.extend_surely(allocator, 2 * size)
         free_fixed(allocator, held.clone())
         free_fixed(allocator, held.clone())
-        pools.extend(allocator, size)
+        pools.extend_surely(allocator, size)
         assert not pair.reports, "reported before the answer was there"
         Withheld.released = True
         for _ in range(3):
-            pools.extend(allocator, size)
+            pools.extend_surely(allocator, size)
         said.append(",".join(sorted({report.fault.value for report in pair.reports})))
         assert not Withheld.waits
     return said

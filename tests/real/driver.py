@@ -71,8 +71,8 @@ def allocate_without_triton() -> None:
     def decode(ends: Any, last: Any, free: Any, out: Any, _: int, size: int) -> None:
         naive(ends - 1, ends, last, free, out, size, out.device)
 
-    home.alloc_extend_kernel = Launch(extend)
-    home.alloc_decode_kernel = Launch(decode)
+    home.alloc_extend_kernel = Launch(extend)  # type: ignore[attr-defined]
+    home.alloc_decode_kernel = Launch(decode)  # type: ignore[attr-defined]
 
 
 def tensor(values: Iterable[int]) -> torch.Tensor:

@@ -15,6 +15,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -106,8 +107,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.mode, page_size=page_size, full_pages=pages, window_pages=window,
             need_sort=need_sort,
         )  # fmt: skip
-        self.rules = Rules.of(self.version, page_size)
-        self.oracle = Oracle(pages, window, self.rules)
+        self.law = Rules.of(self.version, page_size)
+        self.oracle = Oracle(pages, window, self.law)
         self.page_size = page_size
         self.look_always = look_always
         self.row_dtype = torch.int32 if narrow else torch.int64
@@ -131,7 +132,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def perform(
         self, what: str, call: Call, judgement: Judgement = LEGAL, *, allocates: bool = False
-    ) -> Any:
+    ) -> tuple[bool, Any]:
         """Run one operation in this mode. Returns (carried out, value)."""
         self.op += 1
         self.seen["operations"] += 1
@@ -438,7 +439,7 @@ class PoolMachine(RuleBasedStateMachine):
 
         # Entries that a release leaves behind are its own fault, and must be found.
         stale = self.oracle.stale_on_free_pages() and not self.corrupt and fits
-        stale = stale and tail < count and (tail == 0 or not self.rules.tail_cleared)
+        stale = stale and tail < count and (tail == 0 or not self.law.tail_cleared)
         likely = Judgement(may=frozenset({STALE})) if stale else LEGAL
         was_corrupt = self.corrupt
         done, value = self.perform("tail", call, likely, allocates=True)
@@ -510,9 +511,9 @@ class PoolMachine(RuleBasedStateMachine):
             request.slots[: min(request.evicted, count)],
             request.slots[request.evicted : count],
         )
-        separately = segment if self.rules.alone else False
-        segment = segment and self.rules.segments
-        if separately or (self.rules.segments and self.page_size == 1):
+        separately = segment if self.law.alone else False
+        segment = segment and self.law.segments
+        if separately or (self.law.segments and self.page_size == 1):
             done = self.free("finish", "free_full", dead, window=False, segment=segment)
             return done and self.free("finish", "free", alive, segment=segment)
         return self.free("finish", "free", dead + alive)
@@ -553,7 +554,7 @@ class PoolMachine(RuleBasedStateMachine):
         gone = request.slots[request.evicted : request.evicted + count]
         if count <= 0 or (not self.corrupt and not all(map(self.oracle.window_of, gone))):
             return
-        segment = segment and self.rules.segments
+        segment = segment and self.law.segments
         if self.free("evict", "free_swa", gone, full=False, segment=segment):
             request.evicted += count
         self.settle()
@@ -637,10 +638,7 @@ class PoolMachine(RuleBasedStateMachine):
         count, taken = pages * self.page_size, []
         request = self.new_request()
         for side, pool in (("full", "full_attn_allocator"), ("window", "swa_attn_allocator")):
-            done, value = self.perform(
-                "load", lambda allocator, pool=pool: getattr(allocator, pool).alloc(count),
-                allocates=True,
-            )  # fmt: skip
+            done, value = self.perform("load", partial(_alone, pool, count), allocates=True)
             if not done:
                 return
             assert value is not None
@@ -686,7 +684,7 @@ class PoolMachine(RuleBasedStateMachine):
         """A tree keeps a locked row that was evicted, and gives it a newer row's window pages."""
         size = self.page_size
         rows = [r for r in self.requests if r.evicted >= pages * size and not r.evicted % size]
-        if not self.rules.segments and not self.rules.whole_pages:
+        if not self.law.segments and not self.law.whole_pages:
             return  # no release before 0.5.15 does this
         if any(not self.oracle.proved(row) for row in self.oracle.entries):
             return  # it writes the mapping directly, which makes the guard look at all of it
@@ -701,7 +699,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.requests.append(new)
             return
         windows = [self.oracle.window_of(row) for row in new.slots]
-        if self.rules.segments:
+        if self.law.segments:
 
             def clear(allocator: Any) -> None:
                 allocator.clear_full_to_swa_mapping(tensor(new.slots))
@@ -710,7 +708,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.oracle.unmap(new.slots)
         if not self._write_mapping("recover", target, windows):
             return
-        if not self.rules.segments:
+        if not self.law.segments:
 
             def forget(allocator: Any) -> None:
                 allocator.full_to_swa_index_mapping[tensor(new.slots)] = 0
@@ -846,12 +844,12 @@ class PoolMachine(RuleBasedStateMachine):
         if not self.ghosts.wholes:
             self.finish(which, segment, 0)
         ghosts = [s for s in self.ghosts.wholes if self._dead(s)]
-        if not ghosts or self.over or (self.oracle.group and self.rules.deferred):
+        if not ghosts or self.over or (self.oracle.group and self.law.deferred):
             return
         if self.oracle.alone:
             return  # a window side left behind: this free would be right for that
         slots = ghosts[which % len(ghosts)]
-        segment = segment and self.rules.segments
+        segment = segment and self.law.segments
         others = [request for request in self.requests if not request.evicted]
         if beside and others and not segment and not self.unmapped(others[which % len(others)]):
             request = others[which % len(others)]
@@ -874,7 +872,7 @@ class PoolMachine(RuleBasedStateMachine):
             if self._dead(slots)
             or self.oracle.plan_free(slots, full=True, window=True).judgement.must
         ]
-        if not rests or self.over or (self.oracle.group and self.rules.deferred):
+        if not rests or self.over or (self.oracle.group and self.law.deferred):
             return
         slots = rests[which % len(rests)]
         page = slots[0] // self.page_size
@@ -890,7 +888,7 @@ class PoolMachine(RuleBasedStateMachine):
     )  # fmt: skip
     def free_nonsense(self, odd: str, which: int, side: str) -> None:
         """A row with something in it that nobody can own."""
-        if self.oracle.group and self.rules.deferred:
+        if self.oracle.group and self.law.deferred:
             return
         whole = [r for r in self.requests if not r.evicted and not self.unmapped(r)]
         request = whole[which % len(whole)] if whole else None
@@ -920,26 +918,26 @@ class PoolMachine(RuleBasedStateMachine):
         if not any(request.evicted for request in self.requests):
             self.evict_window(which, 1, segment)
         gone = [request for request in self.requests if request.evicted]
-        if not gone or self.over or (self.oracle.group and self.rules.deferred):
+        if not gone or self.over or (self.oracle.group and self.law.deferred):
             return
         request = gone[which % len(gone)]
         rows = request.slots[: request.evicted]
         if any(row in self.oracle.entries for row in rows):
             return
-        segment = segment and self.rules.segments
+        segment = segment and self.law.segments
         self.free("evict again", "free_swa", rows, full=False, segment=segment)
         self.settle()
 
-    @precondition(lambda self: not self.over and not self.corrupt and self.rules.alone)
+    @precondition(lambda self: not self.over and not self.corrupt and self.law.alone)
     @rule(which=st.integers(0, 7), api=st.booleans(), segment=st.booleans())
     def free_full_alone(self, which: int, api: bool, segment: bool) -> None:
         """The full side is freed and the window side left behind."""
         self.pick(which)
         whole = [r for r in self.requests if not r.evicted and not self.unmapped(r)]
-        queued = api and "free_full" in self.rules.deferred
+        queued = api and "free_full" in self.law.deferred
         if not whole or self.over or (self.oracle.group and not queued):
             return
-        segment = segment and self.rules.segments
+        segment = segment and self.law.segments
         request = whole[which % len(whole)]
         name, pool = ("free_full", None) if api else ("free", "full_attn_allocator")
         if self.free("alone", name, request.slots, window=False, segment=segment, pool=pool):
@@ -947,7 +945,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.ghosts.wholes.append(request.slots)
         self.settle()
 
-    @precondition(lambda self: not self.over and not self.corrupt and self.rules.segments)
+    @precondition(lambda self: not self.over and not self.corrupt and self.law.segments)
     @rule(which=st.integers(0, 7))
     def free_unmapped_segment(self, which: int) -> None:
         """A row without window KV for all of it is freed as a segment."""
@@ -1063,9 +1061,14 @@ class PoolMachine(RuleBasedStateMachine):
         request = whole[which % len(whole)]
         self.requests.remove(request)
         self.ghosts.wholes.append(request.slots)
-        segments = self.rules.segments
+        segments = self.law.segments
         if self.free("group", "free", request.slots, segment=first and segments) and not self.over:
             self.free("group twice", "free", request.slots, segment=second and segments)
+
+
+def _alone(pool: str, count: int, allocator: Any) -> Any:
+    """Allocate on one sub-allocator of ``allocator`` only, as load-back does."""
+    return getattr(allocator, pool).alloc(count)
 
 
 def _text(reports: list[Any], op: int) -> str:

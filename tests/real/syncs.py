@@ -23,7 +23,7 @@ def steps(allocator: Any, size: int) -> Iterator[Step]:
 
     def take(name: str, pages: int) -> Callable[[], Any]:
         def call() -> None:
-            held[name] = pools.extend(allocator, pages * size)
+            held[name] = pools.extend_surely(allocator, pages * size)
 
         return call
 
