@@ -181,8 +181,8 @@ class Server:
 
     def row(self, req: Any) -> torch.Tensor:
         """The full slots of a request, as far as KV is allocated."""
-        index = field(req, "req_pool_idx")
-        return self.rows.req_to_token[index, : self.allocated(req)].to(torch.int64)
+        slots: torch.Tensor = self.rows.req_to_token[field(req, "req_pool_idx")]
+        return slots[: self.allocated(req)].to(torch.int64)
 
     def allocated(self, req: Any) -> int:
         return int(field(req, "kv_allocated_len"))

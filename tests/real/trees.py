@@ -39,7 +39,7 @@ from typing import Any
 import torch
 
 from hicache_guard.adapters.allocator import guard_of
-from hicache_guard.adapters.hooks import install, uninstall
+from hicache_guard.adapters.hooks import install, running_version, uninstall
 from hicache_guard.adapters.link import _links as _known
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.journal import acting_for
@@ -402,7 +402,7 @@ class Drive:
             own = self.server.row(job.req)[: self.server.protected(job.req)]
             if job.bereft or bool(torch.isin(own, tree).all()):
                 continue
-            if driver.running_version() not in REPLACES_LOCKED_PREFIXES:
+            if running_version() not in REPLACES_LOCKED_PREFIXES:
                 self.found("audit", f"after {what}: {job.name} reads a prefix that was let go")
             # An upstream fault, not ours to judge here: this row's reads do not count any more.
             job.bereft = True
@@ -656,7 +656,7 @@ def series(
             seen[mode]["examples"] += 1
     return [
         {
-            "version": driver.running_version(),
+            "version": running_version(),
             "tree": tree,
             "page_size": page_size,
             "mode": mode,
@@ -685,7 +685,7 @@ def broken(
             )
             rows.append(
                 {
-                    "version": driver.running_version(),
+                    "version": running_version(),
                     "tree": tree,
                     "page_size": page_size,
                     "broken": name,
