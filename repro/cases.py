@@ -6,27 +6,15 @@ call, it raises ``NotInThisRelease``.
 
 from __future__ import annotations
 
-import inspect
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from hicache_guard.repro.fused_store import Rows, remembering_pool
+from hicache_guard.repro.outcomes import NotInThisRelease, WrongSlot
 from hicache_guard.repro.pools import Bench, Slots, build, decode, extend, slots
-
-
-class NotInThisRelease(Exception):
-    """The call that this case is about does not exist in the release on the path."""
-
-
-class OutOfRange(Exception):
-    """A window write was aimed at a row that the pool does not have."""
-
-
-class WrongSlot(Exception):
-    """KV was written to, or would be read from, a slot of somebody else."""
-
+from hicache_guard.repro.prefix_tree import PrefixTree
 
 Run = Callable[[], Bench]
 
@@ -53,35 +41,6 @@ def _c1() -> Bench:
     return bench
 
 
-class _Rows:
-    """The rows of a window pool, in place of the fused GPU store: write, or say out of range."""
-
-    def __init__(self, count: int) -> None:
-        self.kv = torch.full((count, 1), -1.0)
-
-    def set_key_buffer_fused(self, layer: int, rows: torch.Tensor, values: torch.Tensor) -> None:
-        if bool(((rows < 0) | (rows >= len(self.kv))).any()):
-            raise OutOfRange(f"window rows {rows.tolist()} in a pool of {len(self.kv)}")
-        self.kv[rows.long()] = values
-
-
-def _dsv4_pool(rows: int) -> Any:
-    """DeepSeek-V4's real pool class without buffers: only its translation memo is at stake."""
-    from sglang.srt.mem_cache.deepseek_v4_memory_pool import DeepSeekV4TokenToKVPool as Pool
-
-    if not hasattr(Pool, "set_swa_key_buffer_radix_fused"):
-        raise NotInThisRelease("no fused window write")
-    write = inspect.unwrap(Pool.set_swa_key_buffer_radix_fused)
-    if "cached_loc" not in write.__code__.co_names:
-        raise NotInThisRelease("translations are not remembered")
-    pool = Pool.__new__(Pool)
-    pool.start_layer = pool._stage_start = 0
-    pool._should_cache_swa = True
-    pool.cached_loc = None
-    pool.swa_kv_pool = _Rows(rows)
-    return pool
-
-
 def _mapping(size: int, targets: Slots, rows: Slots) -> torch.Tensor:
     mapping = torch.zeros(size, dtype=torch.int64)
     mapping[rows] = targets
@@ -97,7 +56,7 @@ def _write(pool: Any, layer: int, full: Slots, value: float, expected: Slots) ->
 
 def _c2_replaced() -> Bench:
     full = slots(4, 5, 6, 7)
-    pool = _dsv4_pool(32)
+    pool = remembering_pool(32)
     pool.register_mapping(_mapping(33, slots(8, 9, 10, 11), full))
     _write(pool, 0, full, 1.0, slots(8, 9, 10, 11))
     pool.register_mapping(_mapping(33, slots(20, 21, 22, 23), full))
@@ -107,10 +66,10 @@ def _c2_replaced() -> Bench:
 
 def _c2_shrunk() -> Bench:
     full = slots(4, 5, 6, 7)
-    pool = _dsv4_pool(32)
+    pool = remembering_pool(32)
     pool.register_mapping(_mapping(33, slots(28, 29, 30, 31), full))
     _write(pool, 0, full, 1.0, slots(28, 29, 30, 31))
-    pool.swa_kv_pool = _Rows(16)
+    pool.swa_kv_pool = Rows(16)
     pool.register_mapping(_mapping(17, slots(8, 9, 10, 11), full))
     _write(pool, 1, full, 2.0, slots(8, 9, 10, 11))
     return Bench(None)
@@ -118,7 +77,7 @@ def _c2_shrunk() -> Bench:
 
 def _c3_in_place() -> Bench:
     full = slots(4, 5, 6, 7)
-    pool = _dsv4_pool(32)
+    pool = remembering_pool(32)
     mapping = _mapping(33, slots(8, 9, 10, 11), full)
     pool.register_mapping(mapping)
     _write(pool, 0, full, 1.0, slots(8, 9, 10, 11))
@@ -128,7 +87,7 @@ def _c3_in_place() -> Bench:
 
 
 def _c3_other_batch() -> Bench:
-    pool = _dsv4_pool(32)
+    pool = remembering_pool(32)
     pool.register_mapping(torch.arange(33))
     _write(pool, 0, slots(4, 5, 6, 7), 1.0, slots(4, 5, 6, 7))
     _write(pool, 1, slots(12, 13, 14, 15), 3.0, slots(12, 13, 14, 15))
@@ -307,108 +266,6 @@ def _c13() -> Bench:
     return bench
 
 
-class _Tree:
-    """A real prefix tree over a bench's allocator, legacy or unified, with one way to ask it."""
-
-    PAGE, WINDOW = 4, 8
-
-    def __init__(self, bench: Bench, *, unified: bool, core: str = "python") -> None:
-        from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.mem_cache.radix_cache import RadixKey
-
-        self._insert, self._match, self._key = InsertParams, MatchPrefixParams, RadixKey
-        params: dict[str, Any] = {
-            "disable": False,
-            "req_to_token_pool": None,
-            "token_to_kv_pool_allocator": bench.allocator,
-            "page_size": self.PAGE,
-            "sliding_window_size": self.WINDOW,
-        }
-        if unified:
-            cache = self._unified(params, core)
-        else:
-            try:
-                from sglang.srt.mem_cache.swa_radix_cache import SWARadixCache
-            except ImportError:
-                raise NotInThisRelease("no SWARadixCache") from None
-            cache = SWARadixCache(CacheInitParams(**params))
-        self.cache = cache
-
-    def _unified(self, params: dict[str, Any], core: str) -> Any:
-        from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-        from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
-
-        try:
-            from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
-        except ImportError:
-            raise NotInThisRelease("no UnifiedRadixCache") from None
-        set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=self.PAGE))
-        kinds = _component_type()
-        params["tree_components"] = (kinds.FULL, kinds.SWA)
-        if "tree_core_backend" in CacheInitParams.__dataclass_fields__:
-            params["tree_core_backend"] = core
-        elif core != "python":
-            _choose_core(core)
-        return UnifiedRadixCache(CacheInitParams(**params))
-
-    def key(self, tokens: Sequence[int]) -> Any:
-        try:
-            return self._key(array("q", tokens), None)
-        except (AssertionError, TypeError):
-            return self._key(list(tokens), None)
-
-    def insert(self, tokens: range, held: Slots) -> None:
-        self.cache.insert(self._insert(key=self.key(tokens), value=held.clone()))
-
-    def match(self, tokens: range) -> Slots:
-        """The full slots of the longest prefix that the tree calls a hit."""
-        result = self.cache.match_prefix(self._match(key=self.key(tokens)))
-        if hasattr(result, "device_indices"):
-            return result.device_indices  # type: ignore[no-any-return]
-        core = self.cache.tree_core
-        path = core.collect_full_device_indices(
-            result.last_device_node, core.empty_match_result.last_device_node
-        )
-        return path[: result.device_prefix_len]  # type: ignore[no-any-return]
-
-    def evict(self, count: int, window: int | None = None) -> None:
-        from sglang.srt.mem_cache.base_prefix_cache import EvictParams
-
-        window = count if window is None else window
-        self.cache.evict(EvictParams(num_tokens=count, swa_num_tokens=window))
-
-
-def _choose_core(core: str) -> None:
-    """Make trees of this process use a tree core where only the environment tells which."""
-    try:
-        from sglang.srt.mem_cache.unified_cache import tree_core_registry as registry
-    except ImportError:
-        raise NotInThisRelease(f"no {core} tree core") from None
-    known = getattr(registry, "registered_tree_core_backends", list)
-    if core not in known():
-        raise NotInThisRelease(f"no {core} tree core")
-    from sglang.srt.environ import envs
-
-    envs.SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND.set(core)
-
-
-def _component_type() -> Any:
-    import importlib
-
-    for home in (
-        "unified_cache.components",
-        "unified_cache_components",
-        "unified_cache.components.base",
-        "unified_cache_components.tree_component",
-    ):
-        try:
-            return importlib.import_module(f"sglang.srt.mem_cache.{home}").ComponentType
-        except (ImportError, AttributeError):
-            continue
-    raise NotInThisRelease("no tree components")
-
-
 def _read_window(bench: Bench, path: Slots, window: int) -> None:
     """What the window layers would do next: read the last W - 1 tokens of the matched prefix."""
     tail = path[max(0, len(path) - (window - 1)) :]
@@ -429,7 +286,7 @@ def _read_window(bench: Bench, path: Slots, window: int) -> None:
 def _c14(*, unified: bool, core: str = "python") -> Bench:
     bench = Bench(build())
     pool = bench.allocator
-    tree = _Tree(bench, unified=unified, core=core)
+    tree = PrefixTree(bench, unified=unified, core=core)
     mine = bench.take("tree", 16)
     bench.do("16 tokens are inserted", lambda: tree.insert(range(16), mine))
     bench.do(
@@ -444,7 +301,7 @@ def _c14(*, unified: bool, core: str = "python") -> Bench:
 
 def _c15(*, core: str = "python") -> Bench:
     bench = Bench(build())
-    tree = _Tree(bench, unified=True, core=core)
+    tree = PrefixTree(bench, unified=True, core=core)
     bench.take("other", 16)
     mine = bench.take("tree", 16, tail=4)
     bench.do(

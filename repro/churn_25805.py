@@ -36,8 +36,9 @@ from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.report import Violation
 from hicache_guard.repro import picture, pools
 from hicache_guard.repro.audit import audit, fingerprint
+from hicache_guard.repro.decode_server import DecodeServer, Operation, Request
 from hicache_guard.repro.matrix import MODES
-from hicache_guard.repro.repro_25805 import FAULTY, DecodeServer, Operation, Request
+from hicache_guard.repro.repro_25805 import FAULTY
 
 #: Slots or page ids: int64, or int32 where they come out of a request's row.
 Slots = npt.NDArray[np.integer[Any]]

@@ -27,7 +27,7 @@ from rich.text import Text
 
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.report import Violation
-from hicache_guard.repro import cases, picture, pools
+from hicache_guard.repro import fused_store, outcomes, picture, pools
 from hicache_guard.repro.catalogue import UNGUARDED
 from hicache_guard.repro.matrix import MODES
 
@@ -48,7 +48,7 @@ class Rows:
     def set_key_buffer_fused(self, layer: int, rows: torch.Tensor, writer: str) -> None:
         named = rows.tolist()
         if any(not 0 <= row < self.count for row in named):
-            raise cases.OutOfRange(f"rows {_span(named)} in a pool of {self.count}")
+            raise outcomes.OutOfRange(f"rows {_span(named)} in a pool of {self.count}")
         self.written.setdefault(layer, {}).update(dict.fromkeys(named, writer))
 
 
@@ -65,7 +65,7 @@ class Stage:
     """A pool, its mapping, and the steps taken: what a scene acts on."""
 
     def __init__(self) -> None:
-        self.pool: Any = cases._dsv4_pool(ROWS)  # the catalogue's way to build it, without buffers
+        self.pool: Any = fused_store.remembering_pool(ROWS)
         self.rows = Rows(ROWS)
         self.pool.swa_kv_pool = self.rows
         self.slots = {name: pools.slots(*slots) for name, slots in BATCHES.items()}
@@ -102,7 +102,7 @@ class Stage:
         self.steps.append(step)
         try:
             self.pool.set_swa_key_buffer_radix_fused(layer, self.slots[batch], batch)
-        except cases.OutOfRange as error:
+        except outcomes.OutOfRange as error:
             step.fault = f"OUT OF RANGE: the write goes to {error}"
         step.drawn = self._draw(layer)
         mine = [row for row, name in self.owner.items() if name == batch]
@@ -211,7 +211,7 @@ class Telling:
 def tell(scene: str, mode: str) -> Telling:
     """Play one scene on a fresh pool with the hooks of ``mode``.
 
-    Raises cases.NotInThisRelease where the release remembers no translations.
+    Raises outcomes.NotInThisRelease where the release remembers no translations.
     """
     from hicache_guard.adapters import hooks
 
@@ -285,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 telling = off if mode == "off" else tell(scene, mode)
                 told.append(telling)
                 wrong[scene, mode] = problems(telling, off, release)
-    except cases.NotInThisRelease as missing:
+    except outcomes.NotInThisRelease as missing:
         if options.json:
             print(json.dumps({"report": 25889, "release": release, "here": False, "right": True}))
         else:

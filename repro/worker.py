@@ -126,7 +126,7 @@ def _guard(mode: str, route: str, on_report: Callable[[Any], None]) -> None:
 def _run(run: Callable[[], Any], mode: str, route: str) -> dict[str, Any]:
     from hicache_guard.core.errors import GuardViolation
     from hicache_guard.core.report import Violation
-    from hicache_guard.repro import cases
+    from hicache_guard.repro import outcomes
     from hicache_guard.repro.audit import fingerprint
 
     reports: list[Violation] = []
@@ -137,7 +137,7 @@ def _run(run: Callable[[], Any], mode: str, route: str) -> dict[str, Any]:
     try:
         run()
         result["ended"] = "returned"
-    except cases.NotInThisRelease as missing:
+    except outcomes.NotInThisRelease as missing:
         return {"outcome": "-", "detail": str(missing)}
     except GuardViolation as violation:
         bench = _bench()
@@ -146,7 +146,7 @@ def _run(run: Callable[[], Any], mode: str, route: str) -> dict[str, Any]:
     except AssertionError as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         result.update(ended="asserted", where=f"{os.path.basename(frame.filename)}: {frame.line}")
-    except (cases.WrongSlot, cases.OutOfRange) as error:
+    except (outcomes.WrongSlot, outcomes.OutOfRange) as error:
         result.update(ended=type(error).__name__, where=str(error))
     except Exception as error:
         return {"outcome": "error", "detail": f"{type(error).__name__}: {error}"}

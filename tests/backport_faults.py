@@ -13,9 +13,10 @@ from types import SimpleNamespace
 
 import torch
 
-from hicache_guard.repro import cases, worker
-from hicache_guard.repro.cases import NotInThisRelease, WrongSlot
+from hicache_guard.repro import cases, fused_store, worker
+from hicache_guard.repro.outcomes import NotInThisRelease, WrongSlot
 from hicache_guard.repro.pools import Bench, allocator_classes, build, decode, extend, quiet, slots
+from hicache_guard.repro.prefix_tree import PrefixTree
 
 
 def partial_free_then_load_back() -> Bench:
@@ -68,7 +69,7 @@ def memo_of_the_norm_rope_write() -> Bench:
     """C3b in the other window write: the fused kernel is stood in for; where it writes counts."""
     from sglang.srt.mem_cache import deepseek_v4_memory_pool as module
 
-    pool = cases._dsv4_pool(32)
+    pool = fused_store.remembering_pool(32)
     write = getattr(pool, "set_swa_key_buffer_radix_fused_norm_rope", None)
     if write is None or not hasattr(module, "fused_k_norm_rope_flashmla"):
         raise NotInThisRelease("no such write")
@@ -154,7 +155,7 @@ def _locked_prefix_recovered(*, unified: bool, evicted: int = 0) -> Bench:
     from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams
 
     bench = Bench(build(96, 48))
-    tree = cases._Tree(bench, unified=unified)
+    tree = PrefixTree(bench, unified=unified)
     mine = bench.take("A", 24)
     bench.do("A's 24 tokens are inserted", lambda: tree.insert(range(24), mine))
     tree.match(range(16))  # splits the node
