@@ -21,7 +21,7 @@ from hicache_guard.core.errors import ConfigError
 from hicache_guard.patches import catalogue, table
 from hicache_guard.patches.anchors import Misfit
 from hicache_guard.patches.edits import AddImport, marked
-from hicache_guard.patches.fingerprint import difference, fingerprint, symbols
+from hicache_guard.patches.fingerprint import difference, fingerprint, symbols, unbound
 from hicache_guard.patches.layout import Layout
 from hicache_guard.patches.patch import Patch
 from hicache_guard.patches.transaction import Change
@@ -258,7 +258,10 @@ class Tree:
             return Verdict(patch, State.APPLIED, "", anchors)
         if not broken:
             for module in self.modules([patch]):
-                self.compose(module, {patch.name})
+                lost = unbound(self.compose(module, {patch.name})) - unbound(self.base(module))
+                if lost:
+                    why = f"{self.name(module)} has no {sorted(lost)[0]}, which it uses"
+                    return Verdict(patch, State.MISFIT, why, anchors)
             alike = self._alike(patch.affects, anchors)
             return Verdict(patch, State.APPLIES, f"as in {alike}" if alike else "", anchors)
         alike = self._alike(patch.clear, anchors)
