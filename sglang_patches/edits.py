@@ -104,6 +104,11 @@ class AddImport:
 
     statement: str
 
+    def is_in(self, text: str) -> bool:
+        """Whether a file has this import at its top level, ours or not."""
+        (wanted,) = ast.parse(self.statement).body
+        return any(canonical(node) == canonical(wanted) for node in ast.parse(text).body)
+
     def apply(self, text: str, name: str, patch: str) -> str:
         module = parse(text)
         ours = _statements(module, self.statement, patch)

@@ -8,8 +8,10 @@ without its body.
 from __future__ import annotations
 
 import ast
+import builtins
 import difflib
 import hashlib
+import symtable
 from collections.abc import Iterator
 
 #: Says how a name is used, or how it was spelled; neither is part of what the code means.
@@ -63,6 +65,21 @@ def _header(node: ast.ClassDef) -> ast.ClassDef:
         decorator_list=node.decorator_list,
         **({"type_params": node.type_params} if hasattr(node, "type_params") else {}),
     )
+
+
+def unbound(text: str) -> set[str]:
+    """Global names that a module's functions use and its top level does not define."""
+    top = symtable.symtable(text, "a module", "exec")
+    bound = {
+        each.get_name() for each in top.get_symbols() if each.is_assigned() or each.is_imported()
+    }
+    used: set[str] = set()
+    tables = list(top.get_children())
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        used |= {s.get_name() for s in table.get_symbols() if s.is_global() and s.is_referenced()}
+    return used - bound - set(dir(builtins))
 
 
 def difference(expected: ast.AST, found: ast.AST, names: tuple[str, str]) -> str:

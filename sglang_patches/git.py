@@ -83,6 +83,15 @@ def is_repository(root: Path) -> bool:
     return (root / ".git").exists()
 
 
+def refuse_locked(root: Path) -> None:
+    """Raise ConfigError where git's index is locked: a commit could not be finished."""
+    lock = root / os.fsdecode(run(root, "rev-parse", "--git-path", "index.lock").strip())
+    if lock.exists():
+        raise ConfigError(
+            f"{lock} is there: another git is at work, or one was killed and the file may go"
+        )
+
+
 def head(root: Path) -> str:
     return run(root, "rev-parse", "--verify", "--quiet", "HEAD^{commit}").decode().strip()
 

@@ -37,8 +37,8 @@ def find(path: Path) -> Layout:
     """The layout at ``path``: the root, its ``python`` folder, or the ``sglang`` folder itself."""
     try:
         place = path.expanduser().resolve(strict=True)
-    except (OSError, RuntimeError) as error:
-        reason = getattr(error, "strerror", None) or "a loop of links"
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links, or no such home
+        reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"cannot read {path}: {reason}") from None
     for package in (place / "python" / "sglang", place / "sglang", place):
         if package.name == "sglang" and (package / "srt").is_dir():

@@ -11,6 +11,7 @@ import ast
 import contextlib
 import enum
 import functools
+import stat
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +20,8 @@ from hicache_guard import checkouts
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.patches import catalogue, table
 from hicache_guard.patches.anchors import Misfit
-from hicache_guard.patches.edits import marked
-from hicache_guard.patches.fingerprint import difference, fingerprint, symbols
+from hicache_guard.patches.edits import AddImport, marked
+from hicache_guard.patches.fingerprint import difference, fingerprint, symbols, unbound
 from hicache_guard.patches.layout import Layout
 from hicache_guard.patches.patch import Patch
 from hicache_guard.patches.transaction import Change
@@ -97,6 +98,8 @@ class Tree:
         """A module's source as it is; None where there is none."""
         file = self.layout.file_of(module)
         try:
+            if not stat.S_ISREG(file.stat().st_mode) and not file.is_dir():
+                raise ConfigError(f"{file} is not a file")  # reading a pipe would never end
             return file.read_bytes().decode()
         except (FileNotFoundError, NotADirectoryError):
             return None
@@ -244,6 +247,9 @@ class Tree:
                 if patch.name not in self._marks(module):
                     why = f"half applied: {self.name(module)} lacks it; reverse it first"
                     return Verdict(patch, State.MISFIT, why, anchors)
+                if not self._has_imports(patch, module):
+                    why = f"half applied: {self.name(module)} lacks its import; reverse it first"
+                    return Verdict(patch, State.MISFIT, why, anchors)
             if broken and patch.kind == "guard":
                 why = f"{broken[0].symbol} is not what it was made for; reverse it and apply again"
                 return Verdict(
@@ -252,7 +258,10 @@ class Tree:
             return Verdict(patch, State.APPLIED, "", anchors)
         if not broken:
             for module in self.modules([patch]):
-                self.compose(module, {patch.name})
+                lost = unbound(self.compose(module, {patch.name})) - unbound(self.base(module))
+                if lost:
+                    why = f"{self.name(module)} has no {sorted(lost)[0]}, which it uses"
+                    return Verdict(patch, State.MISFIT, why, anchors)
             alike = self._alike(patch.affects, anchors)
             return Verdict(patch, State.APPLIES, f"as in {alike}" if alike else "", anchors)
         alike = self._alike(patch.clear, anchors)
@@ -267,6 +276,15 @@ class Tree:
             f"expected {' or '.join(worst.accepted)}"
         )
         return Verdict(patch, State.MISFIT, why, anchors, self._difference(patch, worst))
+
+    def _has_imports(self, patch: Patch, module: str) -> bool:
+        """Whether what ``patch`` imports in a module is imported there, by whomever."""
+        text = self.text(module) or ""
+        return all(
+            edit.is_in(text)
+            for symbol, edit in patch.edits()
+            if isinstance(edit, AddImport) and self.home(symbol) == module
+        )
 
     def _anchor(self, patch: Patch, symbol: str) -> Anchor:
         known = [table.releases()[version].get(symbol) for version in patch.affects]

@@ -43,6 +43,7 @@ def apply(tree: Tree, patches: Sequence[Patch], *, commit: bool = False) -> Mapp
             f"{unclean[0]} has uncommitted changes; commit or stash them before --commit"
         )
     if changes:
+        git.refuse_locked(root)
         before = git.head(root)
         after = git.commits(root, before, steps(tree, patches, tree.present()))
         move = git.MoveHead(root, before, after, tuple(names.values()))

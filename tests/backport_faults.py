@@ -166,11 +166,14 @@ def _locked_prefix_recovered(*, unified: bool, evicted: int = 0) -> Bench:
     theirs = bench.take("B", 24)
     if evicted:
         bench.do("B's first leave its window", lambda: bench.allocator.free_swa(theirs[:evicted]))
-    brought = InsertParams(
-        key=tree.key([*range(16), *range(100, 108)]),
-        value=theirs.clone(),
-        swa_evicted_seqlen=evicted,
-    )
+    key, value = tree.key([*range(16), *range(100, 108)]), theirs.clone()
+    if "swa_evicted_seqlen" in InsertParams.__dataclass_fields__:
+        brought = InsertParams(key=key, value=value, swa_evicted_seqlen=evicted)
+    else:  # from 0.5.21 on, by component
+        from sglang.srt.mem_cache.base_prefix_cache import ComponentType
+
+        lengths = {ComponentType.SWA: evicted}
+        brought = InsertParams(key=key, value=value, component_evicted_seqlens=lengths)
     bench.do("B brings them and 8 more", lambda: tree.cache.insert(brought))
     bench.holds["B"] = theirs[16:]
     bench.look()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,11 +15,13 @@ from hicache_guard.patches import catalogue, layout, transaction
 pytestmark = pytest.mark.sglang
 
 
-def _run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-P", "-m", "hicache_guard.cli.main", "patch", *map(str, arguments)],
+        env={**os.environ, **environment},
         capture_output=True,
         text=True,
+        timeout=120,
     )
 
 
@@ -75,6 +78,7 @@ def test_check_names_what_differs_and_exits_1(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["apply", "TREE/nowhere"], "cannot read"),
+        (["apply", "~nobody-of-that-name/sglang"], "home"),
         (["apply", "TREE/sglang/srt/mem_cache"], "holds no SGLang"),
         (["apply", "TREE", "--only", "nonsense"], "nonsense"),
         (["apply", "TREE", "--only", ""], "empty"),
@@ -109,7 +113,7 @@ def test_second_process_is_told(tmp_path: Path) -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("spoil", ["read-only", "folder", "latin-1"])
+@pytest.mark.parametrize("spoil", ["read-only", "folder", "latin-1", "pipe"])
 def test_a_file_that_cannot_be_patched(spoil: str, tmp_path: Path) -> None:
     root = small_tree("0.5.12", tmp_path / "tree")
     file = root / "sglang/srt/mem_cache/deepseek_v4_memory_pool.py"
@@ -118,11 +122,58 @@ def test_a_file_that_cannot_be_patched(spoil: str, tmp_path: Path) -> None:
     elif spoil == "folder":
         file.unlink()
         file.mkdir()
+    elif spoil == "pipe":
+        file.unlink()
+        os.mkfifo(file)
     else:
         file.write_bytes(file.read_bytes() + b"# \xe9\n")
-    before = snapshot(root)
+    before = None if spoil == "pipe" else snapshot(root)
     done = _run("apply", root)
     assert done.returncode == 2
     assert "deepseek_v4_memory_pool.py" in done.stderr
     assert len(done.stderr.splitlines()) == 1
+    assert before is None or snapshot(root) == before
+
+
+@pytest.mark.parametrize("command", ["check", "status"])
+def test_names_of_folders_are_not_taken_for_markup(command: str, tmp_path: Path) -> None:
+    root = small_tree("0.5.23", tmp_path / "[bold]x[" / "nope]")
+    done = _run(command, root)
+    assert done.returncode == 0, done.stderr[-500:]
+    assert str(root) in done.stdout
+
+
+def test_terminal_without_unicode(tmp_path: Path) -> None:
+    root = small_tree("0.5.23", tmp_path / "tree")
+    done = _run("list", PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr[-500:]
+    done = _run("check", root, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr[-500:]
+
+
+def test_import_that_was_taken_out_by_hand_is_seen(tmp_path: Path) -> None:
+    """The file then ends in a NameError. Mutation seen: no look at imports fails this."""
+    root = small_tree("0.5.23", tmp_path / "tree")
+    assert _run("apply", root, "--only", "guards").returncode == 0
+    file = root / "sglang/srt/mem_cache/allocator/swa.py"
+    ours = "# hicache-guard: guards-0.5.20\nfrom hicache_guard.adapters.patched import guarded\n"
+    assert ours in file.read_text()
+    file.write_text(file.read_text().replace(ours, ""))
+    assert "half applied" in _run("status", root).stdout
+    done = _run("apply", root)
+    assert done.returncode == 2
+    assert "half applied" in done.stderr
+    assert _run("reverse", root).returncode == 0
+    assert _run("apply", root).returncode == 0
+
+
+def test_locked_index_is_said_before_anything_is_committed(tmp_path: Path) -> None:
+    root = checkout("0.5.23", tmp_path / "tree")
+    (root / ".git" / "index.lock").touch()
+    before, head = snapshot(root), git(root, "rev-parse", "HEAD")
+    done = _run("apply", root, "--commit")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "index.lock" in done.stderr
     assert snapshot(root) == before
+    assert git(root, "rev-parse", "HEAD") == head

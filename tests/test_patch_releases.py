@@ -315,6 +315,20 @@ def test_difference_is_shown_where_a_reference_is_here(tmp_path: Path) -> None:
     assert tests == ["if swa_tail_len == 0", "if swa_tail_len == 1"]
 
 
+def test_name_that_the_patch_uses_and_the_file_lost_is_refused(tmp_path: Path) -> None:
+    """It would be a NameError at the first decode step. Mutation seen: no look at names."""
+    root = small_tree("0.5.23", tmp_path / "tree")
+    file = root / "sglang/srt/mem_cache/allocator/swa.py"
+    file.write_text(
+        file.read_text()
+        .replace("h2d, get_num_new_pages", "h2d, get_num_new_pages as new")
+        .replace("get_num_new_pages(", "new(")
+    )
+    tree = Tree(layout.find(root))
+    with pytest.raises(ConfigError, match="has no get_num_new_pages"):
+        plan.choose(tree, ["decode-needs-both-sides"], [], force_unknown=False)
+
+
 def test_half_applied_is_named(tmp_path: Path) -> None:
     root = small_tree("0.5.12", tmp_path / "tree")
     two = Patch(

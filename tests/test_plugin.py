@@ -132,6 +132,29 @@ def test_spawned_process_with_a_missing_hook_does_not_start(tmp_path: Path) -> N
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.sglang
+@pytest.mark.parametrize("mode", ["strict", "observe"])
+def test_unknown_release_goes_on_in_observe_only(mode: str, tmp_path: Path) -> None:
+    """Observe never stops a server. Mutation seen: refusing whatever the mode fails this."""
+    place = tmp_path / "tree"
+    subprocess.run(["cp", "-rs", str(_tree("0.5.23").resolve()), str(place)], check=True)
+    file = place / "sglang/_version.py"
+    text = file.read_text()
+    file.unlink()
+    file.write_text(text.replace("0.5.23", "0.5.99"))
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", "from sglang.srt.plugins import load_plugins\n"
+         "load_plugins()\nprint('went on')"],
+        env={**checkouts.environment(place), "HICACHE_GUARD": mode},
+        capture_output=True,
+        text=True,
+    )  # fmt: skip
+    assert (done.returncode == 0) == (mode == "observe"), done.stderr[-2000:]
+    assert ("went on" in done.stdout) == (mode == "observe")
+    assert len([line for line in done.stderr.splitlines() if "0.5.99" in line]) == 1
+    assert "Traceback" not in done.stderr
+
+
 REPLACED = """
 from sglang.srt.plugins import load_plugins
 load_plugins()

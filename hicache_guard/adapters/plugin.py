@@ -7,7 +7,7 @@ imported, too: everything that could fail is imported inside.
 
 from __future__ import annotations
 
-from hicache_guard.core.errors import GuardError
+from hicache_guard.core.errors import GuardError, UnguardedError
 
 #: Whether SGLang came by; it leaves out plugins that ``SGLANG_PLUGINS`` does not name.
 loaded = False
@@ -23,9 +23,14 @@ def load() -> None:
         mode = Mode.from_environment()
         if mode is Mode.OFF:
             return
-        from hicache_guard.adapters.hooks import install
+        from hicache_guard.adapters.hooks import install, logger
 
-        install(mode, route="plugin")
+        try:
+            install(mode, route="plugin")
+        except UnguardedError as error:
+            if mode is not Mode.OBSERVE:
+                raise
+            logger.error("%s; it runs without a guard", error)
     except GuardError as error:
         raise SystemExit(f"hicache-guard: {error}") from None
     except Exception as error:

@@ -42,7 +42,7 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 2
     except SystemExit as refusal:  # a patched source cannot be guarded as it is
-        print(refusal, file=sys.stderr)
+        print(str(refusal).removeprefix("hicache-guard: "), file=sys.stderr)
         return 2
     report = {
         "version": release.version,

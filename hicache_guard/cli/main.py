@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from typing import NoReturn
 
@@ -34,6 +35,9 @@ def version() -> None:
 
 def run() -> None:
     """Entry point. Bad input is one line on stderr and exit status 2; a found fault is status 1."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not every terminal knows every character
+            stream.reconfigure(errors="backslashreplace")
     try:
         status = app(standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):

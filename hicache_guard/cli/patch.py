@@ -70,9 +70,7 @@ def check(path: _TreePath) -> int:
     """Say what each patch is to a tree and why. Exit status 1 where one does not fit."""
     with _opened(path) as tree:
         console = Console()
-        console.print(
-            f"{tree.layout.root} ({tree.layout.kind}): {tree.recognition}", soft_wrap=True
-        )
+        _show_tree(console, tree)
         verdicts = tree.survey()
         table = _table("reports", "state", "why")
         for verdict in verdicts:
@@ -168,14 +166,15 @@ def status(path: _TreePath) -> None:
     """List the patches that a tree carries."""
     with _opened(path) as tree:
         console = Console()
-        console.print(
-            f"{tree.layout.root} ({tree.layout.kind}): {tree.recognition}", soft_wrap=True
-        )
+        _show_tree(console, tree)
         table = _table("reports", "state", "why")
         for verdict in tree.survey():
             if verdict.patch.name in tree.present():
                 table.add_row(
-                    verdict.patch.name, _reports(verdict.patch), _state(verdict), verdict.why
+                    verdict.patch.name,
+                    _reports(verdict.patch),
+                    _state(verdict),
+                    escape(verdict.why),
                 )
         console.print(table if table.row_count else "no patch is applied")
 
@@ -209,6 +208,11 @@ def _reports(patch: Patch) -> str:
 
 def _state(verdict: plan.Verdict) -> str:
     return f"[{_STYLES[verdict.state]}]{verdict.state.value}"
+
+
+def _show_tree(console: Console, tree: Tree) -> None:
+    line = f"{tree.layout.root} ({tree.layout.kind}): {tree.recognition}"
+    console.print(line, markup=False, soft_wrap=True)
 
 
 def _show_anchors(console: Console, verdicts: list[plan.Verdict]) -> None:
