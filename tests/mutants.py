@@ -65,7 +65,15 @@ def scene(play: Callable[[Any], bool], *, page_size: int = 4, mode: str = "enfor
 
 
 def put(owner: Any, name: str, value: Any) -> Take:
-    return lambda: setattr(owner, name, value)
+    """Replace a method, and what stands for it in compiled form."""
+
+    def take() -> None:
+        setattr(owner, name, value)
+        for compiled in type.__subclasses__(owner) if isinstance(owner, type) else ():
+            if name in vars(compiled):
+                setattr(compiled, name, value)
+
+    return take
 
 
 def _counted(pool: Any) -> int:
@@ -258,14 +266,25 @@ def _notes_are_not_copied() -> None:
     Backlog.note_taken = note  # type: ignore[method-assign]
 
 
-def _any_unproved_without(left_out: str) -> Callable[..., torch.Tensor]:
-    """``WindowMap.any_unproved`` by ``proved`` with one term taken away."""
+def _any_wrong_entry_without(left_out: str) -> Callable[..., torch.Tensor]:
+    """``WindowMap.any_wrong_entry`` by ``proved`` with one term taken away."""
     proved = _proved_without(left_out)
 
-    def any_unproved(self: WindowMap, full: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
-        return (~proved(self, full, window)).any()
+    def any_wrong_entry(self: WindowMap, rows: Any, entries: Any, **how: bool) -> torch.Tensor:
+        return (~proved(self, rows.items, entries.items)).any()
 
-    return any_unproved
+    return any_wrong_entry
+
+
+def _never_in(method: str) -> Take:
+    """One question of ``PageLedger.any_wrong_release`` is not asked, in the torch code."""
+
+    def take() -> None:
+        setattr(PageLedger, method, _never)
+        for compiled in PageLedger.__subclasses__():
+            compiled.any_wrong_release = PageLedger.any_wrong_release  # type: ignore[method-assign]
+
+    return take
 
 
 def _acknowledge_only(self: PoolGuard, mapping: torch.Tensor) -> None:
@@ -288,29 +307,33 @@ MUTANTS = (
     ),
     Mutant(
         "ledger.any_repeated: of many pages none is named twice", ("0.5.23",),
-        put(PageLedger, "any_repeated", _never), scene(twice_in_one_call, page_size=1),
+        _never_in("any_repeated"), scene(twice_in_one_call, page_size=1),
     ),
     Mutant(
         "ledger.any_dead: of many pages none is dead", ("0.5.12", "0.5.23"),
-        put(PageLedger, "any_dead", _never), scene(freed_twice, page_size=1),
+        _never_in("any_dead"), scene(freed_twice, page_size=1),
     ),
     Mutant(
         "backlog: what was freed both ways is not compared", ("0.5.23",),
-        put(PageLedger, "any_repeated", _never), scene(freed_twice_between_two_sides, page_size=1),
+        _never_in("any_repeated"), scene(freed_twice_between_two_sides, page_size=1),
     ),
     Mutant(
-        "map.any_unproved: window generation not compared", ("0.5.23",),
-        put(WindowMap, "any_unproved", _any_unproved_without("window")),
+        "map.any_wrong_entry: window generation not compared", ("0.5.23",),
+        put(WindowMap, "any_wrong_entry", _any_wrong_entry_without("window")),
         scene(window_only_recycled, page_size=1),
     ),
     Mutant(
-        "map.any_unproved: owner not compared", ("0.5.23",),
-        put(WindowMap, "any_unproved", _any_unproved_without("owner")),
+        "map.any_wrong_entry: owner not compared", ("0.5.23",),
+        put(WindowMap, "any_wrong_entry", _any_wrong_entry_without("owner")),
         scene(alias_freed_by_its_old_owner, page_size=1),
     ),
     Mutant(
         "backlog: a decode step continues after anything", ALL,
-        put(Backlog, "_any_not_continued", _never), case("S1", "enforce"),
+        put(WindowMap, "any_not_continued", _never), case("S1", "enforce"),
+    ),
+    Mutant(
+        "ledger.any_wrong_release: whatever comes may enter the free list", ("0.5.23",),
+        put(PageLedger, "any_wrong_release", _never), scene(twice_in_one_call, page_size=1),
     ),
     Mutant(
         "backlog: notes are not copied", ("0.5.12", "0.5.23"), _notes_are_not_copied,

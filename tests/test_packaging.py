@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -52,6 +53,40 @@ def test_wheel_install_works_away_from_the_checkout(wheel: Path, tmp_path: Path)
     done = _python(code, cwd=tmp_path, path=str(tmp_path / "site"))
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "site") in done.stdout
+
+
+@pytest.mark.parametrize("compiler", [None, "/bin/false"])
+def test_wheel_without_a_compiler_has_the_torch_code_only(
+    compiler: str | None, tmp_path: Path
+) -> None:
+    """The extension is optional: where it cannot be built the rest installs, and says so."""
+    if compiler is None and shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    tree = tmp_path / "tree"
+    ignored = shutil.ignore_patterns(".*", "build", "*.egg-info", "*.so", "tests")
+    shutil.copytree(ROOT, tree, ignore=ignored)
+    environment = {**os.environ, **({} if compiler is None else {"CC": compiler})}
+    command = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    done = subprocess.run(
+        [sys.executable, *command, "--wheel-dir", str(tmp_path), str(tree)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as archive:
+        built = [name for name in archive.namelist() if name.endswith(".so")]
+        archive.extractall(tmp_path / "site")
+    assert len(built) == (1 if compiler is None else 0)
+    # An editable install of ours would answer for what the wheel lacks.
+    code = (
+        "import sys; sys.meta_path[:] = [m for m in sys.meta_path if 'ditable' not in repr(m)]; "
+        "import hicache_guard.core.compiled as c; print(c.__file__, c.why_not())"
+    )
+    done = _python(code, cwd=tmp_path, path=str(tmp_path / "site"))
+    assert done.returncode == 0, done.stderr
+    assert str(tmp_path / "site") in done.stdout
+    assert ("not built" in done.stdout) == (compiler is not None)
 
 
 def test_editable_install_finds_the_top_level_folders() -> None:

@@ -70,9 +70,17 @@ def _environment() -> dict[str, str]:
             facts[name] = "not installed"
     entries = [entry.value for entry in metadata.entry_points(group=_PLUGIN_GROUP)]
     facts["plugin entry point"] = ", ".join(entries) or "none"
+    facts["bulk checks on a CPU"] = _bulk_checks()
     facts[_FILTER] = os.environ.get(_FILTER, "(unset: all)")
     facts[ENV_VAR] = os.environ.get(ENV_VAR, "(unset: off)")
     return facts
+
+
+def _bulk_checks() -> str:
+    from hicache_guard.core import compiled  # brings torch
+
+    why_not = compiled.why_not()
+    return "compiled" if why_not is None else f"torch ({why_not})"
 
 
 def _show(report: dict[str, Any], missing: list[dict[str, str]]) -> None:

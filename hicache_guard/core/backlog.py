@@ -14,14 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
-from hicache_guard.core.journal import Journal, Operation
-from hicache_guard.core.ledger import PageLedger, any_differs
+from hicache_guard.core.gathered import Gathered
+from hicache_guard.core.journal import Operation
+from hicache_guard.core.ledger import Answer, PageLedger, Releases, any_of
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.verdict import HostCopy
 
@@ -115,42 +114,8 @@ class Held:
     admit: Callable[[torch.Tensor], None]
 
 
-class Joined:
-    """Tensors of several notes as one, with the serial of its note at each element."""
-
-    def __init__(
-        self, operations: list[Operation], parts: list[torch.Tensor], *, shared: bool = False
-    ) -> None:
-        """``shared`` where a part alone must be copied: it is a view of something larger."""
-        self.operations = operations
-        self.counts = [part.shape[0] for part in parts]
-        if len(parts) > 1:
-            self.items = torch.cat(parts)
-        else:
-            self.items = parts[0].clone() if shared else parts[0]
-        if self.items.dtype != torch.int64:
-            self.items = self.items.to(torch.int64)
-
-    def serials(self) -> int | torch.Tensor:
-        """One serial for all, or int32 with one for each element."""
-        if len(self.operations) == 1:
-            return self.operations[0].serial
-        serials = np.array([operation.serial for operation in self.operations], dtype=np.int32)
-        spread = torch.from_numpy(serials.repeat(self.counts))
-        return spread.to(self.items.device, non_blocking=True)
-
-    def parts(self) -> list[tuple[Operation, torch.Tensor]]:
-        """Each operation with its elements."""
-        parts = torch.split(self.items, self.counts)
-        return list(zip(self.operations, parts, strict=True))
-
-    def touch(self, journal: Journal, verb: str, pool: str, pages: torch.Tensor) -> None:
-        """Tell the journal that each operation did ``verb`` to its part of ``pages``."""
-        journal.touch(verb, pool, pages, self.operations, list(accumulate(self.counts)))
-
-
 #: The full and the window slots of decode steps.
-Decoded = tuple[Joined, Joined]
+Decoded = tuple[Gathered, Gathered]
 
 
 @dataclass(slots=True)
@@ -307,7 +272,7 @@ class Backlog:
         for ledger in (guard.full, guard.window):
             notes = [note for note in self._handed_out if note.ledger is ledger]
             if notes:
-                pages = Joined([n.operation for n in notes], [n.pages for n in notes])
+                pages = Gathered([n.pages for n in notes], [n.operation for n in notes])
                 pages.touch(guard.journal, "allocated", ledger.name, pages.items)
                 ledger.hand_out(pages.items, pages.serials())
         self._handed_out.clear()
@@ -315,31 +280,22 @@ class Backlog:
         if not taken:
             return None
         operations = [note.operation for note in taken]
-        full = Joined(operations, [note.full for note in taken])
-        # Window slots of one-slot pages are a piece of a free list, which must not stay alive.
-        window = Joined(operations, [note.window for note in taken], shared=True)
-        serials = full.serials()
-        self._hand_out(guard.full, full, serials)
-        if window.counts == full.counts:
-            guard.map.record(full.items, window.items, serials)
-            self._hand_out(guard.window, window, serials)
-        else:
-            rows = Joined(operations, [note.mapped() for note in taken])
-            serials = window.serials()
-            guard.map.record(rows.items, window.items, serials)
-            self._hand_out(guard.window, window, serials)
+        full = Gathered([note.full for note in taken], operations)
+        window = Gathered([note.window for note in taken], operations)
+        partly = full.counts() != window.counts()
+        rows = Gathered([note.mapped() for note in taken], operations) if partly else full
+        guard.map.record_named(rows, window)
+        for ledger, slots in ((guard.full, full), (guard.window, window)):
+            pages_begun = ledger.hand_out_slots(slots)
+            slots.touch(guard.journal, "allocated", ledger.name, pages_begun)
         steps = [note for note in taken if note.each_continues]
         if len(steps) == len(taken) or not steps:
             return (full, window) if steps else None
         operations = [note.operation for note in steps]
         return (
-            Joined(operations, [note.full for note in steps]),
-            Joined(operations, [note.window for note in steps]),
+            Gathered([note.full for note in steps], operations),
+            Gathered([note.window for note in steps], operations),
         )
-
-    def _hand_out(self, ledger: PageLedger, slots: Joined, serials: int | torch.Tensor) -> None:
-        pages = ledger.hand_out_slots(slots.items, serials)
-        slots.touch(self._guard.journal, "allocated", ledger.name, pages)
 
     # -- bulk ----------------------------------------------------------------------------------
 
@@ -354,77 +310,47 @@ class Backlog:
         """Whether (0-dim bool) any of the notes' slots is not plainly in order."""
         guard = self._guard
         full, window = guard.full, guard.window
-        wrong = []
+        book = guard.map
+        wrong: list[Answer] = []
         if continued:
-            last = _joined([note.last for note in continued]).long()
-            slots = _joined([note.window for note in continued]).long()
-            lengths = _joined([note.lengths for note in continued])
-            wrong.append(
-                self._any_not_continued(last, slots, full.inside_page(lengths) & (last >= 0))
-            )
-        if decoded:
-            rows, slots = decoded[0].items, decoded[1].items
-            wrong.append(self._any_not_continued(rows - 1, slots - 1, full.inside_page(rows)))
+            last = Gathered([note.last for note in continued])
+            slots = Gathered([note.window for note in continued])
+            lengths = Gathered([note.lengths for note in continued])
+            wrong.append(book.any_not_continued(last, slots, lengths))
+        if decoded and guard.page_size > 1:
+            rows, slots = decoded
+            wrong.append(book.any_not_continued(rows, slots, rows, back=1))
         frees = [note for note in noted if note.full]
         followed = [note for note in noted if note.window is not None]
         alone = [note.heads for note in frees if note.window is None]
         if alone:
-            peers = guard.page_rows(_joined(alone)).clamp_(max=guard.map.mapping.shape[0] - 2)
-            wrong.append(guard.map.mapping.index_select(0, peers).max() > 0)
+            wrong.append(book.any_mapped(Gathered(alone)))
         some_empty = not all(note.mapped for note in followed)
-        if followed:
-            entries = _joined([note.window for note in followed if note.window is not None])
-            rows = _joined([note.heads for note in followed])
-            wrong += self._wrong_entries(rows, entries, some_empty=some_empty)
+        entries = _named(followed, full=False)
+        for rows, slots in zip(_named(followed, full=True), entries, strict=True):
+            wrong.append(book.any_wrong_entry(rows, slots, some_empty=some_empty))
         for ledger, notes in ((full, frees), (window, followed)):
-            freed = [ledger.pages_of(_joined(_named(notes, ledger is full)))] if notes else []
-            direct = [note for note in held if note.ledger is ledger and note.direct]
-            released = [note for note in held if note.ledger is ledger and not note.direct]
-            pages = [_held_pages(ledger, direct)] if direct else []
-            if pages:
-                wrong.append(ledger.any_dead(pages[0]))
-            if freed and ledger is full:  # an entry that is proved leads to a live page
-                wrong.append(ledger.any_dead(freed[0]))
-            if released:
-                came = _held_pages(ledger, released)
-                backed = [note for note in notes if not note.queued]
-                allowed = [vouch for side, vouch in vouched if side is ledger]
-                if len(backed) == len(notes):
-                    allowed += freed
-                elif backed:
-                    allowed.append(ledger.pages_of(_joined(_named(backed, ledger is full))))
-                wrong += [ledger.any_repeated(came), ledger.any_not_among(came, allowed)]
-            pages += freed
-            if pages and some_empty and ledger is window:  # an empty entry leads nowhere
-                named = _joined(pages)
-                wrong.append((ledger.repeated(named) & (named > 0)).any())
-            elif pages:
-                wrong.append(ledger.any_repeated(_joined(pages)))
-        return torch.stack(wrong).any()
-
-    def _wrong_entries(
-        self, rows: torch.Tensor, entries: torch.Tensor, *, some_empty: bool
-    ) -> list[torch.Tensor]:
-        """What is wrong with the ``entries`` of ``rows`` that frees followed into the window pool.
-
-        Each a 0-dim bool. ``some_empty`` where an empty entry is no fault.
-        """
-        book = self._guard.map
-        known = rows.clamp(0, book.mapping.shape[0] - 2)
-        inside = entries.clamp(0, book.owner.shape[0] - 1)
-        wrong = [any_differs(known, rows), any_differs(inside, entries)]
-        if some_empty:
-            return [*wrong, (~book.proved(known, inside)).any()]
-        return [*wrong, book.any_unproved(known, inside), entries.min() < 1]
-
-    def _any_not_continued(
-        self, last: torch.Tensor, window: torch.Tensor, continues: torch.Tensor
-    ) -> torch.Tensor:
-        """Whether any slot continues after one that is not proved to lead to a window slot."""
-        guard = self._guard
-        rows = torch.where(continues, last, 0).clamp_(max=guard.map.mapping.shape[0] - 2)
-        entries = torch.where(continues, window, 0)
-        return (~guard.map.proved(rows, entries) | (continues & (entries == 0))).any()
+            queued = [note for note in notes if note.queued]
+            if not queued and notes and ledger is window:
+                backed = entries
+            else:
+                backed = _named([note for note in notes if not note.queued], full=ledger is full)
+            mine = [note for note in held if note.ledger is ledger]
+            vouch = [pages for side, pages in vouched if side is ledger]
+            due = Releases(
+                direct=_held([note for note in mine if note.direct]),
+                backed=backed,
+                queued=_named(queued, full=ledger is full),
+                came=_held([note for note in mine if not note.direct]),
+                vouched=[Gathered(vouch, are_pages=True)] if vouch else [],
+            )
+            # An entry that is proved leads to a live page; an empty one leads nowhere.
+            wrong.append(
+                ledger.any_wrong_release(
+                    due, vet_freed=ledger is full, some_empty=some_empty and ledger is window
+                )
+            )
+        return any_of(wrong)
 
     def _accept(self, batch: Batch) -> None:
         """Everything is in order: end the generations and admit what was held."""
@@ -434,15 +360,12 @@ class Backlog:
                 same = [n for n in batch.held if n.ledger is ledger and n.pages is are_pages]
                 if not same:
                     continue
-                items = Joined([note.operation for note in same], [note.items for note in same])
-                if are_pages:
-                    pages = items.items.clamp(0, ledger.outside)
-                else:
-                    pages = ledger.pages_of(items.items)
-                items.touch(guard.journal, "freed", ledger.name, pages)
-                ledger.release(pages, items.serials())
+                operations = [note.operation for note in same]
+                held = Gathered([note.items for note in same], operations, are_pages=are_pages)
+                pages = ledger.release_named(held)
+                held.touch(guard.journal, "freed", ledger.name, pages)
                 if guard.mode is Mode.ENFORCE:
-                    same[0].admit(items.items)
+                    same[0].admit(held.items)
         self._pass_on([note for note in batch.frees if note.queued])
         self._note_named(batch)
         direct = [note for note in batch.held if note.direct and note.ledger is guard.full]
@@ -455,17 +378,12 @@ class Backlog:
         The pages are released a second time then, which changes nothing.
         """
         guard = self._guard
-        full = [note for note in queued if note.full]
-        window = [note for note in queued if note.window is not None]
-        for ledger, notes, slots in (
-            (guard.full, full, [note.heads for note in full]),
-            (guard.window, window, [note.window for note in window if note.window is not None]),
+        for ledger, notes in (
+            (guard.full, [note for note in queued if note.full]),
+            (guard.window, [note for note in queued if note.window is not None]),
         ):
-            if notes:
-                joined = Joined([note.operation for note in notes], slots)
-                pages = ledger.pages_of(joined.items)
-                ledger.release(pages, joined.serials())
-                self.vouch(ledger, pages)
+            for named in _named(notes, full=ledger is guard.full):
+                self.vouch(ledger, ledger.release_named(named))
 
     def _note_named(self, batch: Batch) -> None:
         """Remember how far into its pages each free reached: all of each but its last."""
@@ -568,18 +486,25 @@ def page_ids(held: Held) -> torch.Tensor:
 
 def _held_pages(ledger: PageLedger, notes: list[Held]) -> torch.Tensor:
     """The page ids (int64, within the ledger) of several notes of one pool."""
-    parts = [note.items for note in notes if note.pages]
+    return _joined([named.pages_in(ledger) for named in _held(notes)])
+
+
+def _held(notes: list[Held]) -> list[Gathered]:
+    """What is held by notes of one pool: page ids, slots, both or nothing."""
+    pages = [note.items for note in notes if note.pages]
     slots = [note.items for note in notes if not note.pages]
-    if slots:
-        parts.append(ledger.pages_of(_joined(slots)))
-    return _joined(parts).to(torch.int64).clamp(0, ledger.outside)
+    found = [Gathered(pages, are_pages=True)] if pages else []
+    return [*found, Gathered(slots)] if slots else found
 
 
-def _named(notes: list[Freed], full: bool) -> list[torch.Tensor]:
-    """The slots that frees name in the full pool, or lead to in the window pool."""
+def _named(notes: list[Freed], *, full: bool) -> list[Gathered]:
+    """The slots that frees name in the full pool, or lead to in the window pool, if any."""
+    operations = [note.operation for note in notes]
     if full:
-        return [note.heads for note in notes]
-    return [note.window for note in notes if note.window is not None]
+        slots = [note.heads for note in notes]
+    else:
+        slots = [note.window for note in notes if note.window is not None]
+    return [Gathered(slots, operations)] if slots else []
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

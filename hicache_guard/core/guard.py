@@ -15,6 +15,7 @@ from types import FrameType
 
 import torch
 
+from hicache_guard.core import compiled
 from hicache_guard.core.backlog import Backlog, Freed
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.faults import Fault
@@ -25,7 +26,6 @@ from hicache_guard.core.report import Violation, describe_operation, generation_
 from hicache_guard.core.tally import Tally
 from hicache_guard.core.undo import UndoLog, UndoLogs
 from hicache_guard.core.verdict import Finding, Suspicion, Verdict, Vetted
-from hicache_guard.core.windowmap import WindowMap
 
 logger = logging.getLogger("hicache_guard")
 
@@ -64,9 +64,10 @@ class PoolGuard:
         self.page_size = page_size
         self.device = device
         self.undo = UndoLogs()
-        self.full = PageLedger("full", full_slots // page_size, page_size, device, self.undo)
-        self.window = PageLedger("window", window_slots // page_size, page_size, device, self.undo)
-        self.map = WindowMap(mapping, self.full, self.window, self.undo)
+        ledger, book = compiled.books(device)
+        self.full = ledger("full", full_slots // page_size, page_size, device, self.undo)
+        self.window = ledger("window", window_slots // page_size, page_size, device, self.undo)
+        self.map = book(mapping, self.full, self.window, self.undo)
         self.journal = Journal()
         self.tally = Tally()
         self.serial = 0
@@ -280,7 +281,7 @@ class PoolGuard:
         if ledger is self.full and self.mode is Mode.STRICT:
             # What the mapping held for these rows, so that a later check of this operation can
             # raise and leave even a stale entry as it was.
-            self.undo.save(self.map.mapping, self._rows_of(pages))
+            self.undo.save(self.map.mapping, self.full.rows_of(pages))
         ledger.hand_out(pages, self.serial)
         self._touch("allocated", ledger, pages)
 
@@ -299,16 +300,6 @@ class PoolGuard:
                 suspicion = Suspicion(Fault.KEPT_PAGES, lambda bad=bad: bad)  # type: ignore[misc]
                 self.judge(Verdict(bad, slots, [suspicion]), ledger)
 
-    def _rows_of(self, pages: torch.Tensor) -> torch.Tensor:
-        if self.page_size == 1:
-            return pages
-        offsets = torch.arange(self.page_size, device=pages.device)
-        return (pages[:, None] * self.page_size + offsets).reshape(-1)
-
-    def page_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Every row (int64) of the full pages of ``slots`` (int64), as often as they are named."""
-        return self._rows_of(self.full.pages_of(slots))
-
     def rows_of_slots(self, slots: torch.Tensor) -> torch.Tensor:
         """Every row of the full pages of ``slots`` (int64), each page once.
 
@@ -316,7 +307,7 @@ class PoolGuard:
         """
         pages = self.full.pages_of(slots)
         spare = self.full.repeated(pages) | (pages == self.full.outside)
-        return self._rows_of(torch.where(spare, 0, pages))
+        return self.full.rows_of(torch.where(spare, 0, pages))
 
     def keep_rows(self, slots: torch.Tensor) -> None:
         """Keep the mapping entries around ``slots`` (int64) for whoever may have to take back."""

@@ -5,19 +5,41 @@ a page that is freed and handed out again has a larger generation, and anything 
 known to be stale by one comparison. A freed page holds ``FREED`` plus the serial of the operation
 that freed it, which is larger than every stamp: "live" and "not older than" are the same test.
 
-All methods are vectorised torch with shapes fixed by their inputs; none reads the device.
+All methods are vectorised torch with shapes fixed by their inputs; none reads the device. Those
+that take what many notes name (``Gathered``, never empty) may be compiled; see ``compiled``.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from hicache_guard.core.gathered import Gathered
 from hicache_guard.core.undo import UndoLogs
 
 #: Added to the serial of a free. Serials stay below it; see ``rebase``.
 FREED = 1 << 30
+#: Whether something is so: a 0-dim bool on the ledger's device, or known to the host already.
+Answer = torch.Tensor | bool
 #: Elements of a count that is kept instead of being made anew for each check.
 _ORDER = 1 << 16
+
+
+@dataclass(slots=True)
+class Releases:
+    """What is about to be released to one pool, each a list of what several notes name.
+
+    ``direct`` comes to the free list with no free behind it. ``backed`` and ``queued`` are what
+    frees name, now and when their group ends; ``came`` is what they release. ``vouched``: pages
+    checked before that may come as well.
+    """
+
+    direct: list[Gathered]
+    backed: list[Gathered]
+    queued: list[Gathered]
+    came: list[Gathered]
+    vouched: list[Gathered]
 
 
 class PageLedger:
@@ -63,6 +85,13 @@ class PageLedger:
             return slots & (self.page_size - 1) != 0
         return slots % self.page_size != 0
 
+    def rows_of(self, pages: torch.Tensor) -> torch.Tensor:
+        """Every slot (int64) of ``pages`` (int64), page by page."""
+        if self.page_size == 1:
+            return pages
+        offsets = torch.arange(self.page_size, device=pages.device)
+        return (pages[:, None] * self.page_size + offsets).reshape(-1)
+
     def generations(self, pages: torch.Tensor) -> torch.Tensor:
         """Generations (int32) of page ids in 0..``outside``."""
         return self.born.index_select(0, pages)
@@ -78,16 +107,16 @@ class PageLedger:
         else:
             self.born.scatter_(0, pages, serial)
 
-    def hand_out_slots(self, slots: torch.Tensor, serial: int | torch.Tensor) -> torch.Tensor:
-        """Start a new generation of the pages that begin in ``slots`` (int64), in one operation.
+    def hand_out_slots(self, slots: Gathered) -> torch.Tensor:
+        """Start a new generation of the pages that begin in ``slots``.
 
         A page is handed out from its first slot on, so the slots that an allocation returns name
         each page that it took by that slot. Returns the page of each slot, ``outside`` for others.
         """
-        pages = self.pages_of(slots)
+        pages = self.pages_of(slots.items)
         if self.page_size > 1:
-            pages.masked_fill_(self.inside_page(slots), self.outside)
-        self.hand_out(pages, serial)
+            pages.masked_fill_(self.inside_page(slots.items), self.outside)
+        self.hand_out(pages, slots.serials())
         self.born[self.outside :].fill_(FREED)
         return pages
 
@@ -98,6 +127,12 @@ class PageLedger:
             self.born.index_fill_(0, pages, FREED | serial)
         else:
             self.born.scatter_(0, pages, serial | FREED)
+
+    def release_named(self, named: Gathered) -> torch.Tensor:
+        """End the generation of the pages that are named; returns the page of each item."""
+        pages = named.pages_in(self)
+        self.release(pages, named.serials())
+        return pages
 
     def repeated(self, pages: torch.Tensor) -> torch.Tensor:
         """Mask (bool) of all but one occurrence of each page id in ``pages``."""
@@ -119,14 +154,46 @@ class PageLedger:
     # Of many slots that are nearly always in order only "is any of them not?" is asked first. A
     # difference and its largest element cost a fourth of a comparison and a count of its mask.
 
-    def any_dead(self, pages: torch.Tensor) -> torch.Tensor:
-        """Whether (0-dim bool) one of ``pages`` (int64, not empty) is not live."""
-        return self.generations(pages).max() >= FREED
+    def any_dead(self, named: Gathered) -> Answer:
+        """Whether a page that is named is not live."""
+        return self.generations(named.pages_in(self)).max() >= FREED
 
-    def any_repeated(self, pages: torch.Tensor) -> torch.Tensor:
-        """Whether (0-dim bool) one of ``pages`` (int64, not empty) is named twice."""
+    def any_repeated(self, named: list[Gathered], *, besides_padding: bool = False) -> Answer:
+        """Whether a page is named twice by all of ``named``; page 0 may be ``besides_padding``."""
+        parts = [part.pages_in(self) for part in named]
+        pages = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if besides_padding:
+            return (self.repeated(pages) & (pages > 0)).any()
         order, claimed = self._claim(pages)
         return any_differs(claimed, order)
+
+    def any_not_among(self, named: Gathered, allowed: list[Gathered]) -> Answer:
+        """Whether a page that is named is page 0, or not among those ``allowed``."""
+        pages = named.pages_in(self)
+        self._claims.index_fill_(0, pages, 0)
+        for part in allowed:
+            self._claims.index_fill_(0, part.pages_in(self), 1)
+        self._claims[:1].zero_()
+        return self._claims.index_select(0, pages).min() < 1
+
+    def any_wrong_release(self, due: Releases, *, vet_freed: bool, some_empty: bool) -> Answer:
+        """Whether any page is freed twice, while it is free, or comes without a free.
+
+        ``vet_freed`` where what frees name must be live, ``some_empty`` where page 0 stands for
+        "none" among it.
+        """
+        wrong = [self.any_dead(named) for named in due.direct]
+        freed = [*due.backed, *due.queued]
+        if vet_freed:
+            wrong += [self.any_dead(named) for named in freed]
+        if due.came:
+            wrong.append(self.any_repeated(due.came))
+            allowed = [*due.backed, *due.vouched]
+            wrong += [self.any_not_among(named, allowed) for named in due.came]
+        if due.direct or freed:
+            named = [*due.direct, *freed]
+            wrong.append(self.any_repeated(named, besides_padding=some_empty))
+        return any_of(wrong)
 
     def later_part(self, slots: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """Mask (bool) of slots that look like the rest of a page freed in parts earlier.
@@ -190,15 +257,18 @@ class PageLedger:
         self._claims[:1].zero_()
         return self._claims.index_select(0, pages) == 1
 
-    def any_not_among(self, pages: torch.Tensor, allowed: list[torch.Tensor]) -> torch.Tensor:
-        """Whether (0-dim bool) one of ``pages`` (int64, not empty) is page 0 or not ``allowed``."""
-        self._claims.index_fill_(0, pages, 0)
-        for part in allowed:
-            self._claims.index_fill_(0, part, 1)
-        self._claims[:1].zero_()
-        return self._claims.index_select(0, pages).min() < 1
-
 
 def any_differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Whether (0-dim bool) two integer tensors of one shape, not empty, differ anywhere."""
     return (one - other).abs_().max() > 0
+
+
+_YES, _NO = torch.tensor(True), torch.tensor(False)
+
+
+def any_of(answers: list[Answer]) -> torch.Tensor:
+    """Whether (0-dim bool) one of the answers is yes."""
+    if True in [answer for answer in answers if isinstance(answer, bool)]:
+        return _YES
+    asked = [answer for answer in answers if isinstance(answer, torch.Tensor)]
+    return torch.stack(asked).any() if asked else _NO

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import torch
 
-from hicache_guard.core.ledger import FREED, PageLedger, any_differs
+from hicache_guard.core.gathered import Gathered
+from hicache_guard.core.ledger import FREED, Answer, PageLedger, any_differs
 from hicache_guard.core.undo import UndoLogs
 
 
@@ -85,6 +86,10 @@ class WindowMap:
             self.stamp.scatter_(0, full, serial)
         self.owner.scatter_(0, window, full.to(torch.int32))
 
+    def record_named(self, full: Gathered, window: Gathered) -> None:
+        """As ``record``, for entries of several notes; ``full`` has their operations."""
+        self.record(full.items, window.items, full.serials())
+
     def give_back(self, window: torch.Tensor) -> None:
         """Window slots (int64) changed hands by mistake: make those their owners who are mapped.
 
@@ -121,6 +126,20 @@ class WindowMap:
         owned = self.owner.index_select(0, window.clamp(0, self.owner.numel() - 1)) == full
         return (window == 0) | (window_live & same_full & owned)
 
+    # Of many entries that nearly always hold only "does any of them not?" is asked first.
+
+    def any_wrong_entry(self, rows: Gathered, entries: Gathered, *, some_empty: bool) -> Answer:
+        """Whether one of ``rows[i] -> entries[i]`` is out of range or not proved.
+
+        An empty entry is no fault where ``some_empty``.
+        """
+        known = rows.items.clamp(0, self.mapping.shape[0] - 2)
+        inside = entries.items.clamp(0, self.owner.shape[0] - 1)
+        beyond = any_differs(known, rows.items) | any_differs(inside, entries.items)
+        if some_empty:
+            return beyond | (~self.proved(known, inside)).any()
+        return beyond | self.any_unproved(known, inside) | (entries.items.min() < 1)
+
     def any_unproved(self, full: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
         """Whether (0-dim bool) one of the entries ``full[i] -> window[i]`` is empty or not proved.
 
@@ -133,6 +152,26 @@ class WindowMap:
         age = torch.minimum(window_age, stamp - born).min()
         owner = self.owner.index_select(0, window)
         return (age < 0) | any_differs(owner, full.to(torch.int32))
+
+    def any_not_continued(
+        self, slots: Gathered, window: Gathered, lengths: Gathered, *, back: int = 0
+    ) -> Answer:
+        """Whether a request continues after an entry that is empty or not proved.
+
+        It continues after the entry ``back`` before ``slots[i] -> window[i]``, unless its page is
+        full at ``lengths[i]`` or that slot is below 0.
+        """
+        last = slots.items - back
+        continues = self._full.inside_page(lengths.items) & (last >= 0)
+        rows = torch.where(continues, last, 0).clamp_(max=self.mapping.shape[0] - 2)
+        entries = torch.where(continues, window.items - back, 0)
+        return (~self.proved(rows, entries) | (continues & (entries == 0))).any()
+
+    def any_mapped(self, slots: Gathered) -> Answer:
+        """Whether a row of one of the full pages of ``slots`` has a window slot."""
+        rows = self._full.rows_of(slots.pages_in(self._full))
+        rows = rows.clamp(max=self.mapping.shape[0] - 2)
+        return self.mapping.index_select(0, rows).max() > 0
 
     def aliases(self, full: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
         """The full slots (int64) that own ``window`` now and are not ``full``; 0 where none."""
