@@ -69,7 +69,8 @@ def put(owner: Any, name: str, value: Any) -> Take:
 
     def take() -> None:
         setattr(owner, name, value)
-        for compiled in type.__subclasses__(owner) if isinstance(owner, type) else ():
+        subclasses: list[type] = type.__subclasses__(owner) if isinstance(owner, type) else []
+        for compiled in subclasses:
             if name in vars(compiled):
                 setattr(compiled, name, value)
 
