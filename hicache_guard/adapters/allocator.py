@@ -451,6 +451,8 @@ def _note_and_free(
     )
     if guard.undo:
         guard.keep_rows(free_index.to(torch.int64))
+    if size == 1:
+        link.given = (safe, heads if safe is free_index else safe)
     link.vetting = True
     try:
         original(allocator, safe, **where)

@@ -71,7 +71,8 @@ class AllocatorLink:
     a hybrid allocation runs whose outcome is noted at its end. ``captured_window``: the window
     slots that the running allocation took. ``captured_last``: the translation of the slots
     that it continues after. ``queued``: window frees that wait for their group to end, as (full
-    slots, what their entries held when queued).
+    slots, what their entries held when queued). ``given``: the slots that the running free hands to
+    the release, and a tensor of the same that nobody else writes into.
     """
 
     def __init__(self, allocator: Any, guard: PoolGuard, release: Release) -> None:
@@ -90,6 +91,7 @@ class AllocatorLink:
         self.ending = False
         self.queued: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.taking = False
+        self.given: tuple[torch.Tensor, torch.Tensor] | None = None
         _links.add(self)
 
     # Calls that are made at every step open and close their operation by themselves, and only
@@ -132,7 +134,7 @@ class AllocatorLink:
     def close(self) -> None:
         """Forget what the operation left to its inner calls, and take its outcome as seen."""
         self.vetting = self.padding_expected = self.eager = self.taking = self.ending = False
-        self.vetted = self.captured_window = self.captured_last = None
+        self.vetted = self.captured_window = self.captured_last = self.given = None
         self.guard.end()
         self._see_lists()
 

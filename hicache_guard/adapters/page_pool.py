@@ -276,7 +276,12 @@ def _release(
     guard = owner.guard
     if guard.lazy and distinct and not owner.eager:
         direct = not (owner.vetting or owner.ending)
-        kept = items if are_pages else items.clone()  # slots may be the caller's own tensor
+        if are_pages:
+            kept = items
+        elif owner.given is not None and owner.given[0] is items:
+            kept = owner.given[1]
+        else:
+            kept = items.clone()  # the caller's own tensor
         guard.backlog.hold(Held(guard.current, ledger, kept, are_pages, direct, invoke))
         if guard.mode is not Mode.ENFORCE:
             invoke(items)

@@ -3,7 +3,7 @@
 The idea is a shadow model of what the KV *means*: each slot remembers the token prefix that it was
 written for, and each forward pass checks that what it reads is what was written. So a page with two
 owners is seen where it hurts, in the row of a request, by nothing that the guard or the audit know.
-``scheduling.Server`` does what SGLang's scheduler does; this drives it by seeded choices, over small
+``repro.scheduling.Server`` does what SGLang's scheduler does; this drives it by seeded choices, over small
 pools, with prompts that grow out of earlier ones.
 
 Each example runs once without the guard and once in each mode. After each operation:
@@ -44,9 +44,9 @@ from hicache_guard.adapters.link import _links as _known
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.journal import acting_for
 from hicache_guard.core.report import Violation
-from hicache_guard.repro import pools
+from hicache_guard.repro import pools, scheduling
 from hicache_guard.repro.audit import Books, audit, fingerprint
-from real import driver, scheduling
+from real import driver
 
 MODES = ("observe", "enforce", "strict")
 PAGE_SIZES = (1, 4, 64)

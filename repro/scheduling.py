@@ -21,9 +21,6 @@ import torch
 
 from hicache_guard.repro import pools
 
-#: Requests that can have a row at once.
-ROWS = 8
-
 
 def _first(*places: str) -> Any:
     """The first of ``module:name`` that this release has; things moved between releases."""
@@ -129,13 +126,15 @@ class Server:
         full_pages: int,
         window_pages: int,
         longest: int,
+        rows: int = 8,
     ) -> None:
+        """``rows`` requests may run at once, each of up to ``longest`` tokens."""
         from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
         self.release, self.page_size, self.window = release, page_size, window
         self.arguments = release.publish(page_size)
         self.allocator = pools.build(full_pages * page_size, window_pages * page_size, page_size)
-        self.rows = ReqToTokenPool(ROWS, longest, "cpu", enable_memory_saver=False)
+        self.rows = ReqToTokenPool(rows, longest, "cpu", enable_memory_saver=False)
         self.tree = self._tree(tree)
         self._ids = self._kind_of_ids()
         self._steps = 0
