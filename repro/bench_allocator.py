@@ -3,9 +3,9 @@
 One cycle is what a scheduler does to a batch of requests with 512 tokens of prompt and 128 of
 output: prefill (``alloc``), 128 decode steps (``decode``), a translation of each request's window
 (``translate``), and the frees, row by row: of all that left the window and of every request
-(``free``). Checks that the guard put off are run after the decode steps and after the frees, and
-counted there. Guarded and unguarded cycles alternate, so that both see the same machine; a cell is
-the median of its rounds. One thread: what is compared is work, not luck with cores.
+(``free``). Checks that the guard put off are run after prefill, after the decode steps and after
+the frees, and counted there. Guarded and unguarded cycles alternate, so that both see the same
+machine; a cell is the median of its rounds. One thread: what is compared is work, not luck.
 """
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class Cycle:
     def run(self, clock: Callable[[str, Callable[[], Any]], Any]) -> None:
         """Run the cycle; ``clock(name, call)`` performs each call."""
         rows = clock("alloc", self._prefill)
+        clock("alloc", lambda: pools.settle(self.allocator))
         columns = [rows.view(self.batch, PROMPT)]
         last = columns[0][:, -1]
         for step in range(1, STEPS + 1):
