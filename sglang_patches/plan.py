@@ -27,6 +27,10 @@ from hicache_guard.patches.patch import Patch
 from hicache_guard.patches.transaction import Change
 
 
+#: What some editors put before the first line; Python takes it in a file, ``ast`` not in a text.
+_BYTE_ORDER_MARK = "\ufeff"
+
+
 class State(enum.Enum):
     """What a patch is to a tree."""
 
@@ -93,9 +97,19 @@ class Tree:
         self.layout = layout
         self.patches = patches
 
-    @functools.cache  # noqa: B019 - a tree lives for one command
     def text(self, module: str) -> str | None:
-        """A module's source as it is; None where there is none."""
+        """A module's source as it is, but for a byte order mark; None where there is none."""
+        raw = self._raw(module)
+        return None if raw is None else raw.removeprefix(_BYTE_ORDER_MARK)
+
+    def content(self, module: str, names: Collection[str]) -> bytes:
+        """What the file holds with exactly the patches named; a byte order mark stays."""
+        raw = self._raw(module) or ""
+        mark = _BYTE_ORDER_MARK if raw.startswith(_BYTE_ORDER_MARK) else ""
+        return (mark + self.compose(module, names)).encode()
+
+    @functools.cache  # noqa: B019 - a tree lives for one command
+    def _raw(self, module: str) -> str | None:
         file = self.layout.file_of(module)
         try:
             if not stat.S_ISREG(file.stat().st_mode) and not file.is_dir():
@@ -340,10 +354,11 @@ class Tree:
         found = {}
         try:
             for module in self.modules(concerned):
-                before, after = self.text(module), self.compose(module, names)
-                if before != after:
-                    assert before is not None
-                    found[self.layout.file_of(module)] = Change(before.encode(), after.encode())
+                raw = self._raw(module)
+                assert raw is not None
+                change = Change(raw.encode(), self.content(module, names))
+                if change.before != change.after:
+                    found[self.layout.file_of(module)] = change
         except Misfit as misfit:
             raise ConfigError(str(misfit)) from None
         return found

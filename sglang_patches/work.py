@@ -68,7 +68,7 @@ def steps(
     for patch in patches:
         carried = {*carried, patch.name}
         files = {
-            prefix + tree.name(module): tree.compose(module, carried).encode()
+            prefix + tree.name(module): tree.content(module, carried)
             for module in tree.modules([patch])
         }
         found.append(git.Step(patch.message(), files))
@@ -103,7 +103,7 @@ def export(tree: Tree, patches: Sequence[Patch], folder: Path) -> list[str]:
     """
     prefix = "" if tree.layout.kind == "checkout" else "python/"
     base = {
-        prefix + tree.name(module): tree.base(module).encode() for module in tree.modules(patches)
+        prefix + tree.name(module): tree.content(module, ()) for module in tree.modules(patches)
     }
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -277,6 +277,32 @@ def test_mutated_source_is_patched_rightly_or_refused(
     assert snapshot(root) == before
 
 
+def test_byte_order_mark_stays(tmp_path: Path) -> None:
+    """Valid Python, and no fault of the tree's. Mutation seen: ``content`` without it."""
+    root = checkout("0.5.23", tmp_path / "tree")
+    file = root / "python/sglang" / HOME["0.5.23"]
+    mark = b"\xef\xbb\xbf"
+    file.write_bytes(mark + file.read_bytes())
+    git(root, "commit", "--quiet", "--all", "--message", "a mark")
+    before, base = snapshot(root), git(root, "rev-parse", "HEAD").strip()
+    assert not at(root).recognition.differs
+    with work.opened(root) as (tree, _):
+        work.export(tree, catalogue.named(["tail-of-zero"]), tmp_path / "out")
+    apply(root)
+    patched = file.read_bytes()
+    assert patched.startswith(mark)
+    assert patched.count(mark) == 1
+    ast.parse(patched)
+    reverse(root, *NAMES)
+    assert snapshot(root) == before
+    apply(root, "tail-of-zero", commit=True)
+    assert git(root, "status", "--porcelain") == ""
+    committed = snapshot(root)
+    git(root, "checkout", "--quiet", base)
+    git(root, "am", "--quiet", *map(str, (tmp_path / "out").iterdir()))
+    assert snapshot(root) == committed
+
+
 def test_moved_to_another_file_is_found_or_refused(tmp_path: Path) -> None:
     """A class in the place where a later release has it applies; in both places it is refused."""
     root = small_tree("0.5.12", tmp_path / "tree")
