@@ -26,7 +26,6 @@ from hicache_guard.patches.layout import Layout
 from hicache_guard.patches.patch import Patch
 from hicache_guard.patches.transaction import Change
 
-
 #: What some editors put before the first line; Python takes it in a file, ``ast`` not in a text.
 _BYTE_ORDER_MARK = "\ufeff"
 
