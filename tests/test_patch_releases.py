@@ -278,7 +278,7 @@ def test_mutated_source_is_patched_rightly_or_refused(
 
 
 def test_byte_order_mark_stays(tmp_path: Path) -> None:
-    """Valid Python, and no fault of the tree's. Mutation seen: ``content`` without it."""
+    """Valid Python, and no fault of the tree's."""
     root = checkout("0.5.23", tmp_path / "tree")
     file = root / "python/sglang" / HOME["0.5.23"]
     mark = b"\xef\xbb\xbf"
@@ -551,7 +551,7 @@ def _inside(top: Path, below: str, ignored: str = "") -> Path:
 
 
 def test_checkout_in_a_folder_of_a_bigger_repository(tmp_path: Path) -> None:
-    """Mutations seen: a look at ``.git`` in the root only; steps without the way down."""
+    """Mutation seen: a look at ``.git`` in the root only."""
     top = tmp_path / "project"
     root = _inside(top, "third party/sglang")
     file = root / "python/sglang" / HOME["0.5.12"]

@@ -19,6 +19,7 @@ from patch_trees import checkout, git, small_tree, snapshot
 
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.patches import catalogue, plan, transaction, work
+from hicache_guard.patches.git import MoveHead
 from hicache_guard.patches.transaction import Change
 
 FILES = ("a.py", "sub/b.py", "sub/c.py")
@@ -269,10 +270,7 @@ def test_kill_at_every_step_of_a_commit(tmp_path: Path) -> None:
 def test_kill_of_a_commit_in_a_folder_of_a_repository(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """HEAD has moved and the index has not: recovery names files from the tree's own root.
-
-    Mutation seen: files named from the top of the repository.
-    """
+    """HEAD has moved and the index has not: recovery names files from the tree's own root."""
     top = tmp_path / "project"
     root = small_tree("0.5.12", top / "sub" / "sglang", "python/sglang")
     git(top, "init", "--quiet")
@@ -283,7 +281,7 @@ def test_kill_of_a_commit_in_a_folder_of_a_repository(
         monkeypatch.setenv(f"GIT_{name}_EMAIL", "user@example.org")
 
     def run() -> None:
-        transaction.MoveHead.finish = (  # type: ignore[method-assign]
+        MoveHead.finish = (  # type: ignore[method-assign]
             lambda self: os.kill(os.getpid(), signal.SIGKILL)
         )
         with work.opened(root) as (opened, _):
