@@ -85,7 +85,13 @@ def steps(
 
 
 def reverse(tree: Tree, patches: Sequence[Patch]) -> Mapping[Path, Change]:
-    """Take the patches out and leave the others; returns what was written."""
+    """Take the patches out and leave the others; returns what was written.
+
+    Raises ConfigError where the tree would keep something of theirs that has lost its comment.
+    """
+    for patch in patches:
+        if patch.name in tree.unmarked:
+            raise ConfigError(f"{patch.name} is {tree.unmarked[patch.name]}; nothing was changed")
     kept = tree.present() - {patch.name for patch in patches}
     changes = tree.changes(kept)
     transaction.write(tree.layout.root, changes)
