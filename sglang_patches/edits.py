@@ -42,6 +42,13 @@ def marked(text: str) -> set[str]:
     return set(_PRESENT.findall(text))
 
 
+def _changed(patch: str, where: str) -> Misfit:
+    return Misfit(
+        f"what {patch} wrote {where} was changed by hand; undo that edit, or put the file back "
+        "(git checkout, or SGLang installed again)"
+    )
+
+
 class Edit(Protocol):
     """One change to one symbol of a file. Both ways raise Misfit where it cannot be made."""
 
@@ -94,7 +101,7 @@ class Insert:
         ]
         times = self.at.times if self.at else 1
         if len(runs) < times:
-            raise Misfit(f"what {patch} wrote in {name} was changed by hand")
+            raise _changed(patch, f"in {name}")
         return _rebuild(module, name, {}, remove={id(node) for run in runs[:times] for node in run})
 
 
@@ -149,6 +156,11 @@ class Decorate:
         )
         return _exchange(module, name, node, new)
 
+    def is_at(self, node: ast.AST) -> bool:
+        """Whether a symbol has this decorator, with our comment or without."""
+        wanted = canonical(ast.parse(self.decorator, mode="eval").body)
+        return wanted in map(canonical, getattr(node, "decorator_list", ()))
+
     def undo(self, text: str, name: str, patch: str) -> str:
         module = parse(text)
         node = symbol(module, name)
@@ -157,7 +169,7 @@ class Decorate:
             or not node.decorators
             or not node.decorators[0].decorator.deep_equals(cst.parse_expression(self.decorator))
         ):
-            raise Misfit(f"what {patch} wrote at {name} was changed by hand")
+            raise _changed(patch, f"at {name}")
         new = node.with_changes(
             leading_lines=node.leading_lines[:-1], decorators=node.decorators[1:]
         )
@@ -219,7 +231,7 @@ class Replace:
             raw = text.encode()
             after = comment + len(lines[owner.lineno - 2].encode())
             return (raw[:comment] + raw[after:start] + was.encode() + raw[stop:]).decode()
-        raise Misfit(f"what {patch} wrote in {name} was changed by hand")
+        raise _changed(patch, f"in {name}")
 
     def _filled(self, names: Mapping[str, ast.AST], lines: Sequence[str]) -> bytes:
         def source(match: re.Match[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,7 +38,8 @@ class Step:
 class MoveHead:
     """Makes prepared commits count: HEAD goes from ``before`` to ``after``.
 
-    Until it has, nothing of the tree is final.
+    Until it has, nothing of the tree is final. ``root`` is somewhere in the work tree, and
+    ``files`` are named from there.
     """
 
     root: Path
@@ -62,25 +63,57 @@ def run(
     root: Path, *arguments: str, content: bytes = b"", environment: Mapping[str, str] | None = None
 ) -> bytes:
     """Git's output. Raises ConfigError with the last line of its complaint."""
-    kept = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *arguments],
-            input=content,
-            capture_output=True,
-            env={**kept, "LC_ALL": "C", **(environment or {})},
-        )
+        done = _started(root, arguments, content, environment)
     except FileNotFoundError:
         raise ConfigError("git is needed for this and is not installed") from None
     if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
-        raise ConfigError(f"git {arguments[0]} failed in {root}: {lines[-1]}")
+        raise _failure(root, arguments, done)
     return done.stdout
 
 
-def is_repository(root: Path) -> bool:
-    """Whether ``root`` is the top of a work tree."""
-    return (root / ".git").exists()
+def _started(
+    root: Path,
+    arguments: Sequence[str],
+    content: bytes = b"",
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[bytes]:
+    kept = {name: value for name, value in os.environ.items() if name not in _ELSEWHERE}
+    return subprocess.run(
+        ["git", "-C", str(root), *arguments],
+        input=content,
+        capture_output=True,
+        env={**kept, "LC_ALL": "C", **(environment or {})},
+    )
+
+
+def _failure(
+    root: Path, arguments: Sequence[str], done: subprocess.CompletedProcess[bytes]
+) -> ConfigError:
+    lines = done.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
+    return ConfigError(f"git {arguments[0]} failed in {root}: {lines[-1]}")
+
+
+def top_of(root: Path) -> Path | None:
+    """The top of the work tree that ``root`` lies in, be it further up; None where there is none.
+
+    That says nothing about what is in the repository: a site-packages folder can lie in somebody's
+    project that ignores it. ``dirty`` and ``commits`` look at tracked files only. Raises
+    ConfigError where git cannot say.
+    """
+    question = ("rev-parse", "--is-inside-work-tree", "--show-toplevel")
+    try:
+        done = _started(root, question)
+    except FileNotFoundError:
+        if (root / ".git").exists():
+            raise ConfigError("git is needed for this and is not installed") from None
+        return None
+    if done.returncode:
+        if b"not a git repository" in done.stderr or done.stdout.startswith(b"false"):
+            return None
+        raise _failure(root, question, done)
+    inside, _, top = os.fsdecode(done.stdout).removesuffix("\n").partition("\n")
+    return Path(top) if inside == "true" else None
 
 
 def refuse_locked(root: Path) -> None:
@@ -97,11 +130,19 @@ def head(root: Path) -> str:
 
 
 def dirty(root: Path, *files: str) -> list[str]:
-    """Tracked files (of ``files``, else of all) that differ from HEAD."""
+    """Tracked files that differ from HEAD, of ``files`` below ``root``, else of the whole tree.
+
+    They are called by their names from the top of the work tree.
+    """
     listed = run(
         root, "status", "--porcelain", "-z", "--no-renames", "--untracked-files=no", "--", *files
     )
     return [entry[3:] for entry in listed.decode(errors="surrogateescape").split("\0") if entry]
+
+
+def untracked(root: Path, files: Iterable[str]) -> list[str]:
+    """Those of ``files``, named from ``root``, that are in no commit to be made."""
+    return [name for name in files if not run(root, "ls-files", "--", name)]
 
 
 def commits(

@@ -20,11 +20,14 @@ from hicache_guard import checkouts
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.patches import catalogue, table
 from hicache_guard.patches.anchors import Misfit
-from hicache_guard.patches.edits import AddImport, marked
+from hicache_guard.patches.edits import AddImport, Decorate, Edit, marked, marker
 from hicache_guard.patches.fingerprint import difference, fingerprint, symbols, unbound
 from hicache_guard.patches.layout import Layout
 from hicache_guard.patches.patch import Patch
 from hicache_guard.patches.transaction import Change
+
+#: What some editors put before the first line; Python takes it in a file, ``ast`` not in a text.
+_BYTE_ORDER_MARK = "\ufeff"
 
 
 class State(enum.Enum):
@@ -93,9 +96,19 @@ class Tree:
         self.layout = layout
         self.patches = patches
 
-    @functools.cache  # noqa: B019 - a tree lives for one command
     def text(self, module: str) -> str | None:
-        """A module's source as it is; None where there is none."""
+        """A module's source as it is, but for a byte order mark; None where there is none."""
+        raw = self._raw(module)
+        return None if raw is None else raw.removeprefix(_BYTE_ORDER_MARK)
+
+    def content(self, module: str, names: Collection[str]) -> bytes:
+        """What the file holds with exactly the patches named; a byte order mark stays."""
+        raw = self._raw(module) or ""
+        mark = _BYTE_ORDER_MARK if raw.startswith(_BYTE_ORDER_MARK) else ""
+        return (mark + self.compose(module, names)).encode()
+
+    @functools.cache  # noqa: B019 - a tree lives for one command
+    def _raw(self, module: str) -> str | None:
         file = self.layout.file_of(module)
         try:
             if not stat.S_ISREG(file.stat().st_mode) and not file.is_dir():
@@ -120,7 +133,7 @@ class Tree:
         if strangers:
             raise Misfit(
                 f"{self.name(module)} carries {sorted(strangers)[0]}, "
-                "a patch that this version does not know"
+                "a patch that this version does not know; reverse it with the one that applied it"
             )
         for patch in reversed(self.patches):
             if patch.name in here:
@@ -185,7 +198,9 @@ class Tree:
         try:
             return tuple(symbols(ast.parse(text)))
         except (SyntaxError, ValueError):
-            raise Misfit(f"{self.name(module)} is not Python that can be read") from None
+            raise Misfit(
+                f"{self.name(module)} is not Python that can be read; repair it first"
+            ) from None
 
     def symbol(self, symbol: str) -> ast.AST:
         """A symbol's syntax tree without our patches. Raises Misfit unless there is exactly one."""
@@ -226,7 +241,7 @@ class Tree:
     def _rank(self, verdict: Verdict) -> tuple[bool, bool, bool]:
         """Of a family: the patch in the tree, else one that fits, else the nearest release's."""
         return (
-            verdict.patch.name not in self.present(),
+            verdict.patch.name not in self.present() | self.unmarked.keys(),
             verdict.state is not State.APPLIES,
             self.recognition.nearest not in verdict.patch.affects,
         )
@@ -242,6 +257,8 @@ class Tree:
     def _judge(self, patch: Patch, anchors: tuple[Anchor, ...]) -> Verdict:
         here = self.present()
         broken = [anchor for anchor in anchors if not anchor.holds]
+        if patch.name in self.unmarked:
+            return Verdict(patch, State.MISFIT, self.unmarked[patch.name], anchors)
         if patch.name in here:
             for module in self.modules([patch]):
                 if patch.name not in self._marks(module):
@@ -330,6 +347,40 @@ class Tree:
         )
         return set().union(*(self._marks(module) for module in modules))
 
+    @functools.cached_property
+    def unmarked(self) -> dict[str, str]:
+        """Guards of which something is left that no comment of ours stands above, and what.
+
+        Only a decorator of ours, and the import for it, are known without their comment. What a
+        backport writes could be somebody's own correction; there the symbol differs, and says so.
+        """
+        found: dict[str, str] = {}
+        for patch in self.patches:
+            for symbol, edit in patch.edits():
+                for module in table.modules_of(symbol):
+                    with contextlib.suppress(Misfit):
+                        if self.text(module) is not None and self._is_left(
+                            patch, symbol, edit, module
+                        ):
+                            found[patch.name] = (
+                                f"half applied: {self.name(module)} has what {patch.name} wrote, "
+                                f"without the comments `{marker(patch.name)}` above it; put the "
+                                "file back (git checkout, or SGLang installed again), or take "
+                                "decorators and import out by hand"
+                            )
+        return found
+
+    def _is_left(self, patch: Patch, symbol: str, edit: Edit, module: str) -> bool:
+        if isinstance(edit, Decorate):
+            pairs = self._symbols(module, self.base(module))
+            return any(edit.is_at(node) for name, node in pairs if name == symbol)
+        return (
+            isinstance(edit, AddImport)
+            and patch.name in self.present()
+            and bool(self._symbols(module, self.base(module)))  # it can be read
+            and edit.is_in(self.base(module))
+        )
+
     def _marks(self, module: str) -> set[str]:
         text = self.text(module)
         return marked(text) if text is not None else set()
@@ -340,10 +391,11 @@ class Tree:
         found = {}
         try:
             for module in self.modules(concerned):
-                before, after = self.text(module), self.compose(module, names)
-                if before != after:
-                    assert before is not None
-                    found[self.layout.file_of(module)] = Change(before.encode(), after.encode())
+                raw = self._raw(module)
+                assert raw is not None
+                change = Change(raw.encode(), self.content(module, names))
+                if change.before != change.after:
+                    found[self.layout.file_of(module)] = change
         except Misfit as misfit:
             raise ConfigError(str(misfit)) from None
         return found
@@ -365,10 +417,35 @@ def choose(
         for verdict in tree.survey()
         if (not only or verdict.patch.is_named(only)) and not verdict.patch.is_named(without)
     ]
+    _refuse_other_members(tree, only)
     for verdict in verdicts:
         if verdict.state is State.MISFIT:
             raise ConfigError(
                 f"{verdict.patch.name} does not fit: {verdict.why}; nothing was changed "
-                f"(--without {verdict.patch.name} leaves it out)"
+                f"({_way_out(tree, verdicts)})"
             )
     return [verdict.patch for verdict in verdicts if verdict.state is State.APPLIES]
+
+
+def _refuse_other_members(tree: Tree, only: Collection[str]) -> None:
+    """Of a family one patch is for this tree; to name another by itself would do nothing."""
+    for patch in tree.patches:
+        if patch.name in only and patch.family and patch.family not in only:
+            (here,) = (v.patch.name for v in tree.survey() if v.patch.family == patch.family)
+            if here != patch.name and here not in only:
+                raise ConfigError(
+                    f"{patch.name} is not for this release, {here} is; "
+                    f"`--only {patch.family}` finds the one that fits"
+                )
+
+
+def _way_out(tree: Tree, verdicts: Collection[Verdict]) -> str:
+    """What helps where some of these do not fit: to leave them out, if the others then go in."""
+    misfits = [verdict.patch.name for verdict in verdicts if verdict.state is State.MISFIT]
+    others = {verdict.patch.name for verdict in verdicts if verdict.state is State.APPLIES}
+    if others:
+        with contextlib.suppress(ConfigError):
+            tree.changes({*tree.present(), *others})
+            them = "it" if len(misfits) == 1 else f"the {len(misfits)} that do not fit"
+            return f"--without {','.join(misfits)} leaves {them} out"
+    return f"`hicache-guard patch check {tree.layout.root}` shows what differs"

@@ -27,7 +27,11 @@ def opened(path: Path) -> Iterator[tuple[Tree, str]]:
 
 
 def apply(tree: Tree, patches: Sequence[Patch], *, commit: bool = False) -> Mapping[Path, Change]:
-    """Add the patches to those that are there; returns what was written."""
+    """Add the patches to those that are there; returns what was written.
+
+    The tree may be all of a git work tree, or a folder in one. What git does not track, as a
+    site-packages folder that a project ignores, has no uncommitted changes and cannot be committed.
+    """
     root = tree.layout.root
     changes = tree.changes({*tree.present(), *(patch.name for patch in patches)})
     names = {file: tree.layout.name(file) for file in changes}
@@ -35,17 +39,22 @@ def apply(tree: Tree, patches: Sequence[Patch], *, commit: bool = False) -> Mapp
         _refuse_dirty(root, changes, names)
         transaction.write(root, changes)
         return changes
-    if not git.is_repository(root):
+    top = git.top_of(root)
+    if top is None:
         raise ConfigError(f"{root} is not a git checkout; apply without --commit")
+    strangers = git.untracked(root, names.values())
+    if strangers:
+        raise ConfigError(f"{root / strangers[0]} is not in git ({top}); apply without --commit")
     unclean = git.dirty(root)
     if unclean:
         raise ConfigError(
             f"{unclean[0]} has uncommitted changes; commit or stash them before --commit"
         )
     if changes:
-        git.refuse_locked(root)
-        before = git.head(root)
-        after = git.commits(root, before, steps(tree, patches, tree.present()))
+        git.refuse_locked(top)
+        before = git.head(top)
+        way_down = "".join(f"{step}/" for step in root.relative_to(top).parts)
+        after = git.commits(top, before, steps(tree, patches, tree.present(), way_down))
         move = git.MoveHead(root, before, after, tuple(names.values()))
         transaction.write(root, changes, move)
     return changes
@@ -54,7 +63,7 @@ def apply(tree: Tree, patches: Sequence[Patch], *, commit: bool = False) -> Mapp
 def _refuse_dirty(root: Path, changes: Mapping[Path, Change], names: Mapping[Path, str]) -> None:
     """Uncommitted work of the user's is not mixed with ours; our own is what may be there."""
     plain = [names[file] for file, change in changes.items() if not marked(change.before.decode())]
-    if plain and git.is_repository(root):
+    if plain and git.top_of(root):
         unclean = git.dirty(root, *plain)
         if unclean:
             raise ConfigError(f"{unclean[0]} has uncommitted changes; commit or stash them first")
@@ -68,7 +77,7 @@ def steps(
     for patch in patches:
         carried = {*carried, patch.name}
         files = {
-            prefix + tree.name(module): tree.compose(module, carried).encode()
+            prefix + tree.name(module): tree.content(module, carried)
             for module in tree.modules([patch])
         }
         found.append(git.Step(patch.message(), files))
@@ -76,7 +85,13 @@ def steps(
 
 
 def reverse(tree: Tree, patches: Sequence[Patch]) -> Mapping[Path, Change]:
-    """Take the patches out and leave the others; returns what was written."""
+    """Take the patches out and leave the others; returns what was written.
+
+    Raises ConfigError where the tree would keep something of theirs that has lost its comment.
+    """
+    for patch in patches:
+        if patch.name in tree.unmarked:
+            raise ConfigError(f"{patch.name} is {tree.unmarked[patch.name]}; nothing was changed")
     kept = tree.present() - {patch.name for patch in patches}
     changes = tree.changes(kept)
     transaction.write(tree.layout.root, changes)
@@ -103,7 +118,7 @@ def export(tree: Tree, patches: Sequence[Patch], folder: Path) -> list[str]:
     """
     prefix = "" if tree.layout.kind == "checkout" else "python/"
     base = {
-        prefix + tree.name(module): tree.base(module).encode() for module in tree.modules(patches)
+        prefix + tree.name(module): tree.content(module, ()) for module in tree.modules(patches)
     }
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hicache_guard import checkouts
-from hicache_guard.patches import catalogue, layout, plan, upstream, work
+from hicache_guard.patches import catalogue, layout, plan, table, upstream, work
 from hicache_guard.patches.backports import BACKPORTS
 from hicache_guard.patches.patch import Patch
 from hicache_guard.patches.plan import State, Tree
@@ -66,15 +68,15 @@ def _unpatched(version: str) -> dict[str, str]:
     return _outcomes(_fetched(version))
 
 
-#: The oldest, the one whose groups are patched, and the newest.
-RELEASES = ("0.5.12", "0.5.18", "0.5.23")
-
-
-@pytest.fixture(scope="module", params=RELEASES)
-def patched(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A release and a copy of its whole tree that carries all its patches."""
+@pytest.fixture(scope="module", params=table.releases())
+def patched(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, Path]]:
+    """A release and a copy of its whole tree that carries all its patches; gone afterwards."""
     version = str(request.param)
-    return version, _copy(version, tmp_path_factory.mktemp("trees") / version)
+    place = tmp_path_factory.mktemp("trees") / version
+    yield version, _copy(version, place)
+    shutil.rmtree(place)
 
 
 def _copy(version: str, place: Path, *names: str) -> Path:
@@ -89,7 +91,7 @@ def _copy(version: str, place: Path, *names: str) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.sglang
-def test_faults_are_there_without_the_patches_and_gone_with_them(patched: Any) -> None:
+def test_faults_are_there_without_the_patches_and_gone_with_them(patched: tuple[str, Path]) -> None:
     """And what was right stays right, whatever it is."""
     version, tree = patched
     before, after = _unpatched(version), _outcomes(tree)
@@ -117,7 +119,7 @@ def test_a_patch_does_it_alone(patch: Patch, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sglang
-def test_legal_sequences_on_the_patched_release(patched: Any) -> None:
+def test_legal_sequences_on_the_patched_release(patched: tuple[str, Path]) -> None:
     """No alarm in any mode, the audit clean, observe bit for bit the patched release without it."""
     _, tree = patched
     rows = _run(tree, "legal_sequences.py")
@@ -128,7 +130,7 @@ def test_legal_sequences_on_the_patched_release(patched: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.sglang
-def test_long_legal_traffic_on_the_patched_release(patched: Any) -> None:
+def test_long_legal_traffic_on_the_patched_release(patched: tuple[str, Path]) -> None:
     _, tree = patched
     rows = _run(tree, "long_legal.py", "--operations", "3000", "--modes", "off", "strict")
     assert [row["mode"] for row in rows] == ["off", "strict"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -165,6 +166,78 @@ def test_import_that_was_taken_out_by_hand_is_seen(tmp_path: Path) -> None:
     assert "half applied" in done.stderr
     assert _run("reverse", root).returncode == 0
     assert _run("apply", root).returncode == 0
+
+
+@pytest.mark.parametrize("lost", ["all", "one file's", "the import's"])
+def test_comments_that_were_taken_out_by_hand_are_missed(lost: str, tmp_path: Path) -> None:
+    """Reverse would leave decorators and import. Mutation seen: no look for what is unmarked."""
+    root = small_tree("0.5.23", tmp_path / "tree")
+    assert _run("apply", root, "--only", "guards").returncode == 0
+    ours = "# hicache-guard: guards-0.5.20\n"
+    if lost == "all":
+        files = [file for file in root.rglob("*.py") if ours in file.read_text()]
+    else:
+        files = [root / "sglang/srt/mem_cache/allocator/swa.py"]
+    for file in files:
+        text = file.read_text()
+        gone = f"{ours}from" if lost == "the import's" else ours
+        assert gone in text
+        file.write_text(text.replace(gone, gone.removeprefix(ours)))
+    before = snapshot(root)
+    told = _run("status", root).stdout
+    assert "half applied" in told
+    assert "does not fit" in told
+    for command in ("reverse", "apply"):
+        done = _run(command, root)
+        assert done.returncode == 2, done.stdout
+        assert len(done.stderr.splitlines()) == 1
+        assert "without the comments `# hicache-guard: guards-0.5.20`" in done.stderr
+        assert "git checkout" in done.stderr
+    assert snapshot(root) == before
+
+
+def test_member_of_a_family_that_is_for_another_release(tmp_path: Path) -> None:
+    root = small_tree("0.5.23", tmp_path / "tree")
+    for _ in range(2):  # before and after the right one is in
+        for command in ("apply", "diff"):
+            done = _run(command, root, "--only", "guards-0.5.12")
+            assert done.returncode == 2
+            assert "guards-0.5.12 is not for this release, guards-0.5.20 is" in done.stderr
+            assert "--only guards`" in done.stderr
+            assert len(done.stderr.splitlines()) == 1
+        assert _run("apply", root, "--only", "guards").returncode == 0
+    done = _run("apply", root, "--only", "tail-clears-mapping")
+    assert done.returncode == 0
+    assert "nothing to do\n  tail-clears-mapping: not needed here (as in 0.5.23)" in done.stdout
+
+
+def test_hint_is_one_that_helps(tmp_path: Path) -> None:
+    """``--without`` for one patch helps only where the others fit."""
+    root = small_tree("0.5.23", tmp_path / "tree")
+    file = root / "sglang/srt/mem_cache/allocator/swa.py"
+    clean = file.read_text()
+    file.write_text(clean + "\ndef (:\n")
+    done = _run("apply", root)
+    assert done.returncode == 2
+    assert "allocator/swa.py is not Python that can be read; repair it first" in done.stderr
+    assert "--without" not in done.stderr, "no patch of that file fits"
+
+    file.write_text(clean.replace("if swa_tail_len == 0:", "if swa_tail_len <= 0:"))
+    done = _run("apply", root)
+    assert done.returncode == 2
+    (names,) = re.findall(r"--without (\S+) leaves the \d that do not fit out", done.stderr)
+    assert {"guards-0.5.20", "tail-of-zero"} <= {*names.split(",")}
+    assert _run("diff", root, "--without", names).returncode == 0
+
+    file.write_text(clean)
+    assert _run("apply", root).returncode == 0
+    file.write_text(file.read_text().replace("swa_pages[swa_pages > 0]", "swa_pages[:0]"))
+    for command in ("apply", "reverse"):
+        done = _run(command, root)
+        assert done.returncode == 2
+        assert "was changed by hand; undo that edit, or put the file back" in done.stderr
+        assert "--without" not in done.stderr
+        assert len(done.stderr.splitlines()) == 1
 
 
 def test_locked_index_is_said_before_anything_is_committed(tmp_path: Path) -> None:

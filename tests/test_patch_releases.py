@@ -277,6 +277,32 @@ def test_mutated_source_is_patched_rightly_or_refused(
     assert snapshot(root) == before
 
 
+def test_byte_order_mark_stays(tmp_path: Path) -> None:
+    """Valid Python, and no fault of the tree's."""
+    root = checkout("0.5.23", tmp_path / "tree")
+    file = root / "python/sglang" / HOME["0.5.23"]
+    mark = b"\xef\xbb\xbf"
+    file.write_bytes(mark + file.read_bytes())
+    git(root, "commit", "--quiet", "--all", "--message", "a mark")
+    before, base = snapshot(root), git(root, "rev-parse", "HEAD").strip()
+    assert not at(root).recognition.differs
+    with work.opened(root) as (tree, _):
+        work.export(tree, catalogue.named(["tail-of-zero"]), tmp_path / "out")
+    apply(root)
+    patched = file.read_bytes()
+    assert patched.startswith(mark)
+    assert patched.count(mark) == 1
+    ast.parse(patched)
+    reverse(root, *NAMES)
+    assert snapshot(root) == before
+    apply(root, "tail-of-zero", commit=True)
+    assert git(root, "status", "--porcelain") == ""
+    committed = snapshot(root)
+    git(root, "checkout", "--quiet", base)
+    git(root, "am", "--quiet", *map(str, (tmp_path / "out").iterdir()))
+    assert snapshot(root) == committed
+
+
 def test_moved_to_another_file_is_found_or_refused(tmp_path: Path) -> None:
     """A class in the place where a later release has it applies; in both places it is refused."""
     root = small_tree("0.5.12", tmp_path / "tree")
@@ -509,6 +535,74 @@ def test_dirty_trees(tmp_path: Path) -> None:
     reverse(root, *NAMES)
     numbers = git(root, "diff", "--numstat").split()
     assert numbers == ["2", "0", f"python/sglang/{HOME['0.5.12']}"], "only what is the user's"
+
+
+def _inside(top: Path, below: str, ignored: str = "") -> Path:
+    """SGLang in a folder of somebody's repository, tracked unless ``ignored``."""
+    root = small_tree("0.5.12", top / below, "python/sglang")
+    (top / "README").write_text("a project\n")
+    (top / ".gitignore").write_text(f"{ignored}\n")
+    git(top, "init", "--quiet", "--initial-branch=main")
+    git(top, "config", "user.name", "A User")
+    git(top, "config", "user.email", "user@example.org")
+    git(top, "add", "--all")
+    git(top, "commit", "--quiet", "--message", "base")
+    return root
+
+
+def test_checkout_in_a_folder_of_a_bigger_repository(tmp_path: Path) -> None:
+    """Mutation seen: a look at ``.git`` in the root only."""
+    top = tmp_path / "project"
+    root = _inside(top, "third party/sglang")
+    file = root / "python/sglang" / HOME["0.5.12"]
+    clean = snapshot(top)
+    file.write_text(file.read_text() + "\n# mine\n")
+    before = snapshot(top)
+    with pytest.raises(ConfigError, match=r"swa_memory_pool\.py has uncommitted changes"):
+        apply(root)
+    assert snapshot(top) == before
+    git(top, "checkout", "--quiet", ".")
+
+    (top / "README").write_text("changed\n")
+    with pytest.raises(ConfigError, match="README has uncommitted changes"):
+        apply(root, commit=True)
+    git(top, "checkout", "--quiet", ".")
+
+    apply(root, commit=True)
+    assert git(top, "status", "--porcelain") == ""
+    assert len(git(top, "log", "--format=%h").split()) == 1 + len(NEEDED["0.5.12"])
+    assert set(git(top, "diff", "--name-only", "-z", "HEAD", "main~1").split("\0")) <= {
+        "", *(f"third party/sglang/python/sglang/{name}" for name in FILES["0.5.12"])
+    }  # fmt: skip
+    reverse(root, *NAMES)
+    assert snapshot(top) == clean
+
+
+@pytest.mark.parametrize("ignored", ["", "venv/"])
+def test_tree_that_the_repository_around_it_does_not_track(ignored: str, tmp_path: Path) -> None:
+    top = tmp_path / "project"
+    _inside(top, "elsewhere")
+    (top / ".gitignore").write_text(f"{ignored}\n")
+    git(top, "commit", "--quiet", "--all", "--allow-empty", "--message", "ignore")
+    root = small_tree("0.5.12", top / "venv/lib/site-packages")
+    before = snapshot(top)
+    with pytest.raises(ConfigError, match=r"is not in git .*; apply without --commit"):
+        apply(root, commit=True)
+    assert snapshot(top) == before
+    apply(root)
+    reverse(root, *NAMES)
+    assert snapshot(top) == before
+
+
+def test_repository_that_git_refuses_to_read_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = _inside(tmp_path / "project", "sglang")
+    (tmp_path / "project/.git/config").write_text("[broken\n")
+    before = snapshot(root)
+    with pytest.raises(ConfigError, match=r"git rev-parse failed in .*: .*bad config"):
+        apply(root)
+    assert snapshot(root) == before
 
 
 def test_commit_without_an_identity_changes_nothing(

@@ -19,6 +19,7 @@ from patch_trees import checkout, git, small_tree, snapshot
 
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.patches import catalogue, plan, transaction, work
+from hicache_guard.patches.git import MoveHead
 from hicache_guard.patches.transaction import Change
 
 FILES = ("a.py", "sub/b.py", "sub/c.py")
@@ -263,6 +264,34 @@ def test_kill_at_every_step_of_a_commit(tmp_path: Path) -> None:
     else:
         pytest.fail("it never finished")
     assert seen == {0, len(patches)}
+
+
+@pytest.mark.sglang
+def test_kill_of_a_commit_in_a_folder_of_a_repository(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HEAD has moved and the index has not: recovery names files from the tree's own root."""
+    top = tmp_path / "project"
+    root = small_tree("0.5.12", top / "sub" / "sglang", "python/sglang")
+    git(top, "init", "--quiet")
+    git(top, "add", "--all")
+    git(top, "-c", "user.name=U", "-c", "user.email=u@x", "commit", "--quiet", "-m", "base")
+    for name in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{name}_NAME", "A User")
+        monkeypatch.setenv(f"GIT_{name}_EMAIL", "user@example.org")
+
+    def run() -> None:
+        MoveHead.finish = (  # type: ignore[method-assign]
+            lambda self: os.kill(os.getpid(), signal.SIGKILL)
+        )
+        with work.opened(root) as (opened, _):
+            work.apply(opened, catalogue.named(["tail-of-zero"]), commit=True)
+
+    assert status_of(in_child(run)) == -signal.SIGKILL
+    assert git(top, "rev-list", "--count", "HEAD").strip() == "2"
+    assert git(top, "status", "--porcelain") != ""
+    assert settle(root) == "an interrupted run was completed"
+    assert git(top, "status", "--porcelain") == ""
 
 
 @pytest.mark.parametrize("fails_at", [1, 2, 3])

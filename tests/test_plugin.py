@@ -129,6 +129,8 @@ def test_spawned_process_with_a_missing_hook_does_not_start(tmp_path: Path) -> N
     lines = [line for line in done.stderr.splitlines() if "hicache-guard" in line]
     assert len(lines) == 1, done.stderr[-2000:]
     assert "SWATokenToKVPoolAllocator.free_swa" in lines[0]
+    assert "hicache-guard doctor" in lines[0]
+    assert "HICACHE_GUARD=observe" in lines[0]
     assert "Traceback" not in done.stderr
 
 
@@ -221,3 +223,24 @@ def test_doctor_says_how_each_hook_came_in(tmp_path: Path) -> None:
         status, report = _doctor(SGLANG_PLUGINS="other", **checkouts.environment(patched))
     assert status == 0
     assert _ways(report) == {("applied", "patch"), ("not needed", None)}
+    assert report["plugin"] == "", "nothing is to be done"
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("plugins", ["", "other"])
+@pytest.mark.parametrize("layout", ["wheel", "checkout"])
+def test_doctor_lists_the_hooks_of_a_patched_tree_that_lacks_one(layout: str, plugins: str) -> None:
+    """A checkout's decorations are seen before its plugins. Mutation seen: no second run."""
+    _tree("0.5.23")
+    with trees.tree("0.5.23", "patch") as patched:
+        if layout == "checkout":
+            (patched / "sglang/_version.py").unlink()
+        file = patched / "sglang/srt/mem_cache/allocator/swa.py"
+        file.write_text(file.read_text().replace("def free_swa(", "def free_window("))
+        status, report = _doctor(SGLANG_PLUGINS=plugins, **checkouts.environment(patched))
+    assert status == 1
+    missing = [hook["method"] for hook in report["hooks"] if hook["status"] == "missing"]
+    assert missing == ["free_swa"]
+    assert ("applied", "patch") in _ways(report)
+    assert report["mode"] == "strict"
+    assert "SWATokenToKVPoolAllocator.free_swa" in report["error"]

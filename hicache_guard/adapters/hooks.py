@@ -30,6 +30,7 @@ from hicache_guard.core.report import Violation
 logger = logging.getLogger("hicache_guard")
 
 _GONE = "not in this SGLang"
+_WAY_OUT = "see `hicache-guard doctor`, or use HICACHE_GUARD=observe to run without"
 _MARK = "__hicache_guard_original__"
 
 #: Which way each hook came in that is in place, by module and name of the class, and the method.
@@ -177,7 +178,7 @@ def install(
     if absent:
         if chosen is not Mode.OBSERVE:
             uninstall()
-            raise UnguardedError("seams missing in this SGLang: " + "; ".join(absent))
+            raise UnguardedError(f"seams missing in this SGLang: {'; '.join(absent)}; {_WAY_OUT}")
         logger.error("seams missing in this SGLang, not guarded: %s", "; ".join(absent))
     settings = Settings(chosen, release, on_report, route)
     state.choose(settings)
@@ -237,10 +238,7 @@ def _complain(absent: list[str]) -> None:
     if current.mode is Mode.OBSERVE:
         logger.error("%s; not guarded there", message)
         return
-    state.stop(
-        f"{message}; see `hicache-guard doctor`, or use HICACHE_GUARD=observe to run without",
-        current.route,
-    )
+    state.stop(f"{message}; {_WAY_OUT}", current.route)
 
 
 def uninstall() -> None:

@@ -40,18 +40,7 @@ def doctor(
         environment = checkouts.environment(checkouts.require(release))
         if _FILTER in os.environ:
             environment[_FILTER] = os.environ[_FILTER]
-    environment[ENV_VAR] = mode
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "hicache_guard.cli.hook_report"],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode == 2:
-        raise ConfigError(done.stderr.strip().splitlines()[-1])
-    if done.returncode:
-        raise ConfigError(f"SGLang cannot be imported: {done.stderr.strip().splitlines()[-1]}")
-    report = json_module.loads(done.stdout.splitlines()[-1])
+    report = _report(environment, mode)
     report["environment"] = _environment()
     missing = [hook for hook in report["hooks"] if hook["status"] == "missing"]
     if as_json:
@@ -59,6 +48,36 @@ def doctor(
     else:
         _show(report, missing)
     return 1 if missing else 0
+
+
+def _report(environment: dict[str, str], mode: str) -> dict[str, Any]:
+    """What ``hook_report`` says in ``mode``.
+
+    Where a patched source ends it there, observe goes on, so that each hook can be looked at.
+    """
+    report = _run(environment, mode)
+    refused = report.get("refused")
+    if refused:
+        report = _run(environment, Mode.OBSERVE.value)
+        if "refused" in report:
+            raise ConfigError(refused)
+        report |= {"mode": mode, "error": refused}
+    return report
+
+
+def _run(environment: dict[str, str], mode: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "hicache_guard.cli.hook_report"],
+        env={**environment, ENV_VAR: mode},
+        capture_output=True,
+        text=True,
+    )
+    if done.returncode == 2:
+        raise ConfigError(done.stderr.strip().splitlines()[-1])
+    if done.returncode:
+        raise ConfigError(f"SGLang cannot be imported: {done.stderr.strip().splitlines()[-1]}")
+    report: dict[str, Any] = json_module.loads(done.stdout.splitlines()[-1])
+    return report
 
 
 def _environment() -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Run by ``doctor`` in a fresh process: load SGLang's plugins as its scheduler does, look at hooks.
 
-Prints one JSON object.
+Prints one JSON object. Where a patched source ends the process before there is anything to look at,
+it holds only what was ``refused``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import sys
 from importlib import metadata
 
-from hicache_guard.adapters import hooks, plugin
+from hicache_guard.adapters import hooks, patched, plugin
 from hicache_guard.adapters.hooks import HookStatus
 from hicache_guard.core.errors import GuardError
 from hicache_guard.core.modes import ENV_VAR
@@ -36,19 +37,22 @@ def main() -> int:
         try:
             load_plugins()
         except SystemExit as refusal:
+            if patched.decorations:
+                raise  # out of an import, which cannot be done a second time in this process
             failure = str(refusal).removeprefix("hicache-guard: ")
-        found = [*hooks.hooks(release), *hooks.unneeded(release)]
+        needed = hooks.hooks(release)
     except GuardError as error:
         print(error, file=sys.stderr)
         return 2
     except SystemExit as refusal:  # a patched source cannot be guarded as it is
-        print(str(refusal).removeprefix("hicache-guard: "), file=sys.stderr)
-        return 2
+        print(json.dumps({"refused": str(refusal).removeprefix("hicache-guard: ")}))
+        return 0
+    complete = all(hook.status is HookStatus.APPLIED for hook in needed)
     report = {
         "version": release.version,
         "mode": os.environ[ENV_VAR],
         "error": failure,
-        "plugin": "" if plugin.loaded else _why_not_loaded(),
+        "plugin": "" if plugin.loaded or complete else _why_not_loaded(),
         "hooks": [
             {
                 "seam": f"{hook.seam.module}.{hook.seam.cls}",
@@ -57,7 +61,7 @@ def main() -> int:
                 "route": hook.route,
                 "detail": hook.detail,
             }
-            for hook in found
+            for hook in (*needed, *hooks.unneeded(release))
         ],
     }
     print(json.dumps(report))

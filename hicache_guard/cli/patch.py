@@ -108,6 +108,10 @@ def apply(
             print(f"  {tree.layout.name(file)}")
         if not changes:
             print("nothing to do")
+            for verdict in tree.survey() if only else ():
+                if verdict.patch.is_named(_split(only)):
+                    why = f" ({verdict.why})" if verdict.why else ""
+                    print(f"  {verdict.patch.name}: {verdict.state.value}{why}")
 
 
 @app.command()
@@ -148,7 +152,7 @@ def reverse(path: _TreePath, only: _Only = None, without: _Without = None) -> No
         chosen = [
             patch
             for patch in catalogue.PATCHES
-            if patch.name in tree.present()
+            if patch.name in tree.present() | tree.unmarked.keys()
             and (not only or patch.is_named(_split(only)))
             and not patch.is_named(_split(without))
         ]
@@ -158,7 +162,7 @@ def reverse(path: _TreePath, only: _Only = None, without: _Without = None) -> No
         for file in changes:
             print(f"  {tree.layout.name(file)}")
         if not changes:
-            print("nothing to do")
+            print("nothing to do: none of these is in the tree" if only else "nothing to do")
 
 
 @app.command()
@@ -169,7 +173,7 @@ def status(path: _TreePath) -> None:
         _show_tree(console, tree)
         table = _table("reports", "state", "why")
         for verdict in tree.survey():
-            if verdict.patch.name in tree.present():
+            if verdict.patch.name in tree.present() | tree.unmarked.keys():
                 table.add_row(
                     verdict.patch.name,
                     _reports(verdict.patch),
