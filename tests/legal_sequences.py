@@ -15,6 +15,7 @@ import torch
 
 from hicache_guard.adapters.allocator import guard_of
 from hicache_guard.adapters.hooks import install, uninstall
+from hicache_guard.adapters.link import link_of
 from hicache_guard.repro import pools
 from hicache_guard.repro.audit import audit, fingerprint
 
@@ -141,6 +142,18 @@ def tensors_reused_by_the_caller(pool: Any) -> None:
     held.fill_(1)
 
 
+def window_free_of_nothing(pool: Any) -> None:
+    """While entries of a page freed in part are left behind in a page of somebody new."""
+    (row,) = _rows(pool, 8)
+    pool.free(row[: 5 if pool.page_size > 1 else 8])
+    (other,) = _rows(pool, 5)
+    before = guard_of(pool).tally.unhooked_writes if link_of(pool) else 0
+    pool.free_swa(row[:0])
+    if link_of(pool):
+        assert guard_of(pool).tally.unhooked_writes == before, "taken for a write behind the seams"
+    pool.free(other)
+
+
 def clear_and_start_again(pool: Any) -> None:
     tuple(_rows(pool, 8, 7))
     pool.clear()
@@ -158,6 +171,7 @@ SEQUENCES: tuple[Callable[[Any], None], ...] = (
     load_back,
     window_slots_change_hands,
     tensors_reused_by_the_caller,
+    window_free_of_nothing,
     clear_and_start_again,
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 
 import pytest
 import torch
@@ -154,3 +155,14 @@ def test_memory_stays_within_16_bytes_a_slot_at_10_million(page_size: int) -> No
         mapping=torch.zeros(full + page_size + 1, dtype=torch.int64),
     )
     assert guard.nbytes() <= 16 * (full + window)
+
+
+def test_a_padding_page_that_was_handed_out_stays_nobodys() -> None:
+    """Observe lets page -1 be handed out; what is freed of it must not be followed as a row."""
+    mapping = torch.zeros(16 + 4 + 1, dtype=torch.int64)
+    mapping[-1] = -1
+    guard = PoolGuard(Mode.OBSERVE, full_slots=16, window_slots=16, page_size=4, mapping=mapping)
+    guard.begin("alloc", sys._getframe())
+    guard.full.hand_out(guard.full.pages_of(torch.tensor([-4])), guard.serial)
+    vetted = guard.vet_slots(torch.tensor([-4, -3, -2, -1]), segment=False)
+    assert bool(vetted.bad.all())

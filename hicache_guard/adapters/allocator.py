@@ -325,8 +325,13 @@ def _free_window(original: Method, name: str, *, segment: bool) -> Method:
 
     def hooked(allocator: Any, free_index: torch.Tensor, **where: int) -> None:
         link = link_of(allocator)
-        if link is None or link.vetting or not free_index.shape[0]:
+        if link is None or link.vetting:
             original(allocator, free_index, **where)
+            return
+        if not free_index.shape[0]:
+            # Up to 0.5.13.post1 this still writes into the mapping, though no entry of it.
+            with link.operation(name, settle=False):
+                original(allocator, free_index, **where)
             return
         guard = link.guard
         if _queued(link, allocator, name):

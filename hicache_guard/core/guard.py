@@ -475,7 +475,8 @@ class PoolGuard:
         silent: bool = False,
     ) -> Vetted:
         found = ledger.generations(pages)
-        dead = found >= FREED
+        # Observe lets a release hand out what is no page: it is nobody's all the same.
+        dead = (found >= FREED) | (pages == 0) | (pages == ledger.outside)
         bad = dead
         suspicions = [
             Suspicion(Fault.NEGATIVE_INDEX, lambda: slots < 0),
