@@ -54,9 +54,23 @@ def full_side_left_in_a_group(pool: Any, books: Books) -> None:
     books["next"] = _row(pool, 4)
 
 
+def full_side_left_and_allocated_in_a_group(pool: Any, books: Books) -> None:
+    """The guard releases the peers while the group is open; what the group holds comes later.
+
+    Mutation seen: vouched pages that whatever settles next uses up lose the group's pages.
+    """
+    mine, books["other"] = _row(pool, 8), _row(pool, 8)
+    pool.free_group_begin()
+    getattr(pool, "free_full", pool.full_attn_allocator.free)(mine)
+    books["next"] = _row(pool, 4)
+    pool.free_group_end()
+    books["last"] = _row(pool, 4)
+
+
 FAULTS: tuple[Callable[[Any, Books], None], ...] = (
     freed_again_after_its_group,
     full_side_left_in_a_group,
+    full_side_left_and_allocated_in_a_group,
 )
 
 

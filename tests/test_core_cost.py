@@ -197,3 +197,15 @@ def test_memory_is_twelve_bytes_a_page_and_four_a_slot(page_size: int) -> None:
     entries = 4 * (full + page_size + 1) + 4 * (window + 2 * page_size)
     assert guard.nbytes() == per_page * pages + entries
     assert guard.nbytes() <= 16 * (full + window)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64, 256])
+def test_a_free_of_whole_pages_is_looked_at_once_a_slot(page_size: int) -> None:
+    """Releases up to 0.5.18 free whole pages by all their slots.
+
+    Mutation seen: each slot made into its page's rows costs the page size times as much.
+    """
+    pools = Pools(SMALL, page_size, Mode.OBSERVE)
+    slots = torch.arange(page_size, 9 * page_size)
+    assert pools.guard.rows_of_slots(slots).tolist() == slots.tolist()
+    assert pools.guard.rows_of_slots(slots[::page_size]).tolist() == slots.tolist()

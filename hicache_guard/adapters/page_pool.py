@@ -282,7 +282,9 @@ def _release(
             kept = owner.given[1]
         else:
             kept = items.clone()  # the caller's own tensor
-        guard.backlog.hold(Held(guard.current, ledger, kept, are_pages, direct, invoke))
+        guard.backlog.hold(
+            Held(guard.current, ledger, kept, are_pages, direct, invoke, owner.ending)
+        )
         if guard.mode is not Mode.ENFORCE:
             invoke(items)
         return

@@ -103,7 +103,8 @@ class Held:
     """What a free list is about to receive: slots, or page ids (``pages``).
 
     ``admit`` puts what it is given into the free list; in observe mode that has happened already.
-    ``direct`` where no public free stands behind it, so that nothing else checks it.
+    ``direct`` where no public free stands behind it, so that nothing else checks it; ``queued``
+    where a group that ended had queued it, and it was vouched for.
     """
 
     operation: Operation
@@ -112,6 +113,7 @@ class Held:
     pages: bool
     direct: bool
     admit: Callable[[torch.Tensor], None]
+    queued: bool = False
 
 
 #: The full and the window slots of decode steps.
@@ -243,7 +245,7 @@ class Backlog:
             if not (self._continued or decoded or self.has_frees):
                 return True
             vouched: list[tuple[PageLedger, torch.Tensor]] = []
-            if any(not held.direct for held in self._held):
+            if any(held.queued for held in self._held):
                 # What was vouched for waits until what was queued with it comes.
                 vouched, self._vouched = self._vouched, []
             taken = (self._continued, decoded, self._frees, self._held, vouched)

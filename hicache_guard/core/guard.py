@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from types import FrameType
 
+import numpy as np
 import torch
 
 from hicache_guard.core import compiled
@@ -303,9 +304,16 @@ class PoolGuard:
     def rows_of_slots(self, slots: torch.Tensor) -> torch.Tensor:
         """Every row of the full pages of ``slots`` (int64), each page once.
 
-        The shape is fixed: a page that is out of range or named before gives the padding page.
+        On a device the shape is fixed: a page that is out of range or named before gives the
+        padding page. On a CPU it is left out, or a free of whole pages would cost their slots times
+        the page size.
         """
         pages = self.full.pages_of(slots)
+        if pages.device.type == "cpu":
+            distinct = np.unique(
+                pages.numpy()
+            )  # no operator of torch's that a device would wait for
+            return self.full.rows_of(torch.from_numpy(distinct[distinct < self.full.outside]))
         spare = self.full.repeated(pages) | (pages == self.full.outside)
         return self.full.rows_of(torch.where(spare, 0, pages))
 
