@@ -205,7 +205,7 @@ def test_a_free_of_whole_pages_is_looked_at_once_a_slot(page_size: int) -> None:
 
     Mutation seen: each slot made into its page's rows costs the page size times as much.
     """
-    pools = Pools(SMALL, page_size, Mode.OBSERVE)
+    pools = Pools(LARGE, page_size, Mode.OBSERVE)
     slots = torch.arange(page_size, 9 * page_size)
     assert pools.guard.rows_of_slots(slots).tolist() == slots.tolist()
     assert pools.guard.rows_of_slots(slots[::page_size]).tolist() == slots.tolist()
