@@ -123,7 +123,7 @@ def test_legal_sequences_on_the_patched_release(patched: tuple[str, Path]) -> No
     """No alarm in any mode, the audit clean, observe bit for bit the patched release without it."""
     _, tree = patched
     rows = _run(tree, "legal_sequences.py")
-    assert len(rows) == 10 * 2 * 3
+    assert len(rows) == 11 * 2 * 3
     for name, page_size, mode, faults, counted, same, _ in rows:
         assert (faults, counted, same) == ([], {}, True), (name, page_size, mode)
 
