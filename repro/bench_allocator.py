@@ -4,17 +4,12 @@ One cycle is what a scheduler does to a batch of requests with 512 tokens of pro
 output: prefill (``alloc``), 128 decode steps (``decode``), a translation of each request's window
 (``translate``), and the frees, row by row: of all that left the window and of every request
 (``free``). Checks that the guard put off are run after prefill, after the decode steps and after
-the frees, and counted there. Guarded and unguarded cycles alternate, so that both see the same
-machine; a cell is the median of its rounds. One thread: what is compared is work, not luck.
+the frees, and counted there.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import platform
-import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,13 +18,10 @@ from typing import Any
 
 import torch
 
-from hicache_guard.adapters.allocator import guard_of
-from hicache_guard.adapters.hooks import install, uninstall
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.syncs import SyncCounter
-from hicache_guard.repro import pools
+from hicache_guard.repro import paired, pools
 
-MODES = ("observe", "enforce", "strict")
 PROMPT, STEPS, WINDOW = 512, 128, 128
 
 
@@ -43,6 +35,19 @@ class Cycle:
             2 * need // page_size * page_size, 2 * need // page_size * page_size, page_size
         )
         self.by_segment = hasattr(self.allocator, "free_swa_segment")
+
+    def timed(self) -> dict[str, float]:
+        """Run the cycle; returns the seconds of each part."""
+        spent: dict[str, float] = defaultdict(float)
+
+        def clock(name: str, call: Callable[[], Any]) -> Any:
+            start = time.perf_counter()
+            result = call()
+            spent[name] += time.perf_counter() - start
+            return result
+
+        self.run(clock)
+        return spent
 
     def run(self, clock: Callable[[str, Callable[[], Any]], Any]) -> None:
         """Run the cycle; ``clock(name, call)`` performs each call."""
@@ -95,59 +100,6 @@ class Cycle:
         self.allocator.free_group_end()
 
 
-def _times(page_size: int, batch: int, rounds: int) -> list[dict[str, Any]]:
-    cycles: dict[str, Cycle] = {}
-    for mode in ("off", *MODES):
-        _hooks(mode)
-        cycles[mode] = Cycle(page_size, batch)
-    taken: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for round_ in range(rounds + 2):
-        for mode, cycle in cycles.items():
-            _hooks(mode)
-            spent: dict[str, float] = defaultdict(float)
-
-            def clock(name: str, call: Callable[[], Any], spent: Any = spent) -> Any:
-                start = time.perf_counter()
-                result = call()
-                spent[name] += time.perf_counter() - start
-                return result
-
-            cycle.run(clock)
-            if round_ >= 2:
-                for name, seconds in spent.items():
-                    taken[mode, name].append(seconds)
-                taken[mode, "cycle"].append(sum(spent.values()))
-    for mode in MODES:
-        tally = guard_of(cycles[mode].allocator).tally
-        assert not tally.total, f"false alarm while measuring: {tally.violations}"
-    middle = {key: statistics.median(seconds) for key, seconds in taken.items()}
-    # A ratio of medians of paired rounds; "off" runs with the hooks taken out.
-    return [
-        {
-            "page_size": page_size,
-            "batch": batch,
-            "mode": mode,
-            "what": name,
-            "unguarded_us": middle["off", name] * 1e6,
-            "guarded_us": middle[mode, name] * 1e6,
-            "ratio": statistics.median(
-                guarded / bare
-                for guarded, bare in zip(taken[mode, name], taken["off", name], strict=True)
-            ),
-        }
-        for mode in MODES
-        for name in ("alloc", "decode", "translate", "free", "cycle")
-    ]
-
-
-def _hooks(mode: str) -> None:
-    """Put the hooks in or take them out; guarded allocators keep their guards."""
-    if mode == "off":
-        uninstall()
-    else:
-        install(mode)
-
-
 def _memory() -> list[dict[str, Any]]:
     rows = []
     for page_size in (1, 4, 16, 64, 256):
@@ -179,8 +131,8 @@ def _syncs() -> list[dict[str, Any]]:
     rows = []
     for page_size in (1, 64):
         counted: dict[str, dict[str, int]] = {}
-        for mode in ("off", *MODES):
-            _hooks(mode)
+        for mode in ("off", *paired.MODES):
+            paired.hooks(mode)
             cycle = Cycle(page_size, 4)
             counts: dict[str, int] = defaultdict(int)
 
@@ -192,7 +144,7 @@ def _syncs() -> list[dict[str, Any]]:
 
             cycle.run(clock)
             counted[mode] = counts
-        for mode in MODES:
+        for mode in paired.MODES:
             for name, count in counted[mode].items():
                 bare = counted["off"][name]
                 rows.append(
@@ -206,18 +158,8 @@ def _syncs() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15)
-    options = parser.parse_args()
-    pools.quiet()
-    torch.set_num_threads(1)
-    times = []
-    for page_size in (1, 64):
-        for batch in (1, 64, 1024):
-            print(f"page {page_size}, batch {batch}", file=sys.stderr)
-            times += _times(page_size, batch, options.rounds)
-    device = f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
-    print(json.dumps({"device": device, "times": times, "memory": _memory(), "syncs": _syncs()}))
+    report = paired.report(__doc__, Cycle, "cycle", rounds=15)
+    print(json.dumps({**report, "memory": _memory(), "syncs": _syncs()}))
 
 
 if __name__ == "__main__":
