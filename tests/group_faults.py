@@ -21,12 +21,6 @@ from hicache_guard.repro.audit import audit
 Books = dict[str, torch.Tensor]
 
 
-def _row(pool: Any, count: int) -> torch.Tensor:
-    got = pools.extend(pool, count)
-    assert got is not None
-    return got
-
-
 def _free_row(pool: Any, row: torch.Tensor) -> None:
     """As the release's own callers free a row: by segment where it can."""
     if hasattr(pool, "free_swa_segment"):
@@ -37,7 +31,7 @@ def _free_row(pool: Any, row: torch.Tensor) -> None:
 
 def freed_again_after_its_group(pool: Any, books: Books) -> None:
     """Somebody looks at the free list in between, so that the group is settled by then."""
-    mine, books["other"] = _row(pool, 8), _row(pool, 8)
+    mine, books["other"] = pools.extend_surely(pool, 8), pools.extend_surely(pool, 8)
     pool.free_group_begin()
     _free_row(pool, mine)
     pool.free_group_end()
@@ -47,11 +41,11 @@ def freed_again_after_its_group(pool: Any, books: Books) -> None:
 
 def full_side_left_in_a_group(pool: Any, books: Books) -> None:
     """C11 where the free of the full side is queued."""
-    mine, books["other"] = _row(pool, 8), _row(pool, 8)
+    mine, books["other"] = pools.extend_surely(pool, 8), pools.extend_surely(pool, 8)
     pool.free_group_begin()
     getattr(pool, "free_full", pool.full_attn_allocator.free)(mine)
     pool.free_group_end()
-    books["next"] = _row(pool, 4)
+    books["next"] = pools.extend_surely(pool, 4)
 
 
 def full_side_left_and_allocated_in_a_group(pool: Any, books: Books) -> None:
@@ -59,12 +53,12 @@ def full_side_left_and_allocated_in_a_group(pool: Any, books: Books) -> None:
 
     Mutation seen: vouched pages that whatever settles next uses up lose the group's pages.
     """
-    mine, books["other"] = _row(pool, 8), _row(pool, 8)
+    mine, books["other"] = pools.extend_surely(pool, 8), pools.extend_surely(pool, 8)
     pool.free_group_begin()
     getattr(pool, "free_full", pool.full_attn_allocator.free)(mine)
-    books["next"] = _row(pool, 4)
+    books["next"] = pools.extend_surely(pool, 4)
     pool.free_group_end()
-    books["last"] = _row(pool, 4)
+    books["last"] = pools.extend_surely(pool, 4)
 
 
 FAULTS: tuple[Callable[[Any, Books], None], ...] = (

@@ -23,9 +23,7 @@ from hicache_guard.repro.audit import audit, fingerprint
 def _rows(pool: Any, *counts: int) -> Iterator[torch.Tensor]:
     """Rows of fresh requests as SGLang's request table keeps them: int32."""
     for count in counts:
-        got = pools.extend(pool, count)
-        assert got is not None
-        yield got.to(torch.int32)
+        yield pools.extend_surely(pool, count).to(torch.int32)
 
 
 def group_of_whole_and_partial_frees(pool: Any) -> None:
@@ -126,9 +124,7 @@ def tensors_reused_by_the_caller(pool: Any) -> None:
     size = pool.page_size
     lengths = torch.tensor([6])
     row = torch.zeros(16, dtype=torch.int32)
-    got = pools.extend(pool, 6)
-    assert got is not None
-    row[:6] = got
+    row[:6] = pools.extend_surely(pool, 6)
     for length in range(7, 13):
         last = row[length - 2 : length - 1].to(torch.int64)
         lengths.fill_(length)

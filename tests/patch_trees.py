@@ -32,12 +32,17 @@ def checkout(version: str, place: Path) -> Path:
     """The same as a git checkout: no version is written down, everything is committed."""
     small_tree(version, place, "python/sglang")
     (place / "python" / "sglang" / "_version.py").unlink()
+    make_repository(place)
+    return place
+
+
+def make_repository(place: Path) -> None:
+    """A repository of a user's at ``place``, with all that is there in its first commit."""
     git(place, "init", "--quiet", "--initial-branch=main")
     git(place, "config", "user.name", "A User")
     git(place, "config", "user.email", "user@example.org")
     git(place, "add", "--all")
     git(place, "commit", "--quiet", "--message", "base")
-    return place
 
 
 def git(root: Path, *arguments: str) -> str:

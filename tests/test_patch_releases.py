@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from patch_trees import checkout, git, small_tree, snapshot
+from patch_trees import checkout, git, make_repository, small_tree, snapshot
 
 from hicache_guard import checkouts
 from hicache_guard.core.errors import ConfigError
@@ -542,11 +542,7 @@ def _inside(top: Path, below: str, ignored: str = "") -> Path:
     root = small_tree("0.5.12", top / below, "python/sglang")
     (top / "README").write_text("a project\n")
     (top / ".gitignore").write_text(f"{ignored}\n")
-    git(top, "init", "--quiet", "--initial-branch=main")
-    git(top, "config", "user.name", "A User")
-    git(top, "config", "user.email", "user@example.org")
-    git(top, "add", "--all")
-    git(top, "commit", "--quiet", "--message", "base")
+    make_repository(top)
     return root
 
 
