@@ -142,7 +142,10 @@ def dirty(root: Path, *files: str) -> list[str]:
 
 def untracked(root: Path, files: Iterable[str]) -> list[str]:
     """Those of ``files``, named from ``root``, that are in no commit to be made."""
-    return [name for name in files if not run(root, "ls-files", "--", name)]
+    names = list(files)
+    listed = run(root, "ls-files", "-z", "--", *names) if names else b""  # no names would mean all
+    tracked = set(listed.decode(errors="surrogateescape").split("\0"))
+    return [name for name in names if name not in tracked]
 
 
 def commits(

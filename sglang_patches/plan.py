@@ -241,7 +241,7 @@ class Tree:
     def _rank(self, verdict: Verdict) -> tuple[bool, bool, bool]:
         """Of a family: the patch in the tree, else one that fits, else the nearest release's."""
         return (
-            verdict.patch.name not in self.present() | self.unmarked.keys(),
+            verdict.patch.name not in self.traces(),
             verdict.state is not State.APPLIES,
             self.recognition.nearest not in verdict.patch.affects,
         )
@@ -346,6 +346,10 @@ class Tree:
             for module in table.modules_of(target.symbol)
         )
         return set().union(*(self._marks(module) for module in modules))
+
+    def traces(self) -> set[str]:
+        """Names of the patches of which there is anything in the tree, with our comment or not."""
+        return self.present() | self.unmarked.keys()
 
     @functools.cached_property
     def unmarked(self) -> dict[str, str]:

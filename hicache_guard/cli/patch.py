@@ -152,7 +152,7 @@ def reverse(path: _TreePath, only: _Only = None, without: _Without = None) -> No
         chosen = [
             patch
             for patch in catalogue.PATCHES
-            if patch.name in tree.present() | tree.unmarked.keys()
+            if patch.name in tree.traces()
             and (not only or patch.is_named(_split(only)))
             and not patch.is_named(_split(without))
         ]
@@ -173,7 +173,7 @@ def status(path: _TreePath) -> None:
         _show_tree(console, tree)
         table = _table("reports", "state", "why")
         for verdict in tree.survey():
-            if verdict.patch.name in tree.present() | tree.unmarked.keys():
+            if verdict.patch.name in tree.traces():
                 table.add_row(
                     verdict.patch.name,
                     _reports(verdict.patch),

@@ -68,11 +68,6 @@ class Paths:
         starts = given.cumsum(0) - given
         return cls(int(given.sum()), starts.to(device), path.to(device), resume.to(device))
 
-    @property
-    def count(self) -> int:
-        """The number of paths."""
-        return self.starts.shape[0]
-
     def since_dead(self, live: torch.Tensor) -> torch.Tensor:
         """Live tokens (int64, one a candidate) that lie without a gap right before it.
 
