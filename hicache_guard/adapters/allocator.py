@@ -25,6 +25,7 @@ from hicache_guard.adapters.link import (
 )
 from hicache_guard.adapters.state import settings, stop
 from hicache_guard.core.backlog import Continued, Freed
+from hicache_guard.core.compiled import FREES_FULL, FREES_WINDOW
 from hicache_guard.core.errors import UnguardedError
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.modes import Mode
@@ -75,6 +76,7 @@ def attach(allocator: Any) -> None:
         pool_link = PoolLink(link, pool, ledger)
         vars(pool)[ATTRIBUTE] = pool_link
         link.pools.append(pool_link)
+    link.watch()
 
 
 def refuse(allocator: Any, why: str) -> None:
@@ -91,7 +93,7 @@ def refuse(allocator: Any, why: str) -> None:
 
 def _alloc(original: Method) -> Method:
     def hooked(allocator: Any, need_size: int) -> Any:
-        link = link_of(allocator)
+        link = allocator.__dict__.get(ATTRIBUTE)
         if link is None:
             return original(allocator, need_size)
         pages = need_size // allocator.page_size
@@ -118,8 +120,7 @@ def _alloc_extend(original: Method) -> Method:
         if link is None:
             return original(allocator, *args)
         most = extend_num_tokens // allocator.page_size + len(prefix_lens) + 1
-        # The batch keeps its lengths and last slots, and overwrites them as it goes on.
-        after = Last(last_loc.clone(), prefix_lens.clone())
+        after = Last(last_loc, prefix_lens)
         return _allocate(link, "alloc_extend", most, lambda: original(allocator, *args), after)
 
     return hooked
@@ -147,8 +148,7 @@ def alloc_extend_swa_tail(
         page_pool.settle_overdue(link, extend_num_tokens // allocator.page_size + 2)
         guard = link.guard
         guard.keep_rows(last_loc.to(torch.int64))
-        noted = guard.lazy and not guard.mapping_suspect
-        allocate = _allocate_noted if noted else _allocate_at_once
+        allocate = _allocate_at_once if guard.at_once else _allocate_briefly
         full = allocate(link, lambda: original(allocator, *args, swa_tail_len), None)
         if full is not None:
             mapped = 0 if link.captured_window is None else link.captured_window.shape[0]
@@ -168,7 +168,7 @@ def _alloc_decode(original: Method) -> Method:
             "alloc_decode",
             len(seq_lens),
             lambda: original(allocator, seq_lens, seq_lens_cpu, last_loc),
-            Last(last_loc, seq_lens, decode=True),
+            Last(last_loc, seq_lens, less=1),
         )
 
     return hooked
@@ -180,20 +180,16 @@ alloc_decode = Factory(_alloc_decode)
 class Last:
     """What an allocation continues after: the last slot of each request, and its tokens so far.
 
-    ``lengths`` count the token to come as well in a ``decode`` step, where each returned slot tells
-    by itself what it continues after.
+    ``lengths`` count ``less`` tokens too many: in a decode step the one to come, where each
+    returned slot tells by itself what it continues after.
     """
 
-    __slots__ = ("decode", "lengths", "slots")
+    __slots__ = ("lengths", "less", "slots")
 
-    def __init__(self, slots: torch.Tensor, lengths: torch.Tensor, *, decode: bool = False) -> None:
+    def __init__(self, slots: torch.Tensor, lengths: torch.Tensor, *, less: int = 0) -> None:
         self.slots = slots
         self.lengths = lengths
-        self.decode = decode
-
-    def before(self) -> torch.Tensor:
-        """Tokens of each request before the allocation."""
-        return self.lengths - 1 if self.decode else self.lengths
+        self.less = less
 
 
 def _allocate(
@@ -204,19 +200,17 @@ def _allocate(
     after: Last | None = None,
 ) -> Any:
     """Run a hybrid allocation of up to ``most_pages`` as one operation."""
-    if not link.collects:
+    guard = link.guard
+    if link.strict or guard.operation is not None:
         with link.operation(name, settle=False):
             page_pool.settle_overdue(link, most_pages)
             return _allocate_at_once(link, call, after)
     link.start(name)
     try:
-        guard = link.guard
         if guard.backlog.has_frees or guard.has_overdue:
             page_pool.settle_overdue(link, most_pages)
-        if guard.mapping_suspect:
-            full = _allocate_at_once(link, call, after)
-        else:
-            full = _allocate_noted(link, call, after)
+        allocate = _allocate_at_once if guard.at_once else _allocate_briefly
+        full = allocate(link, call, after)
     except BaseException as error:
         link.give_up(error)
         raise
@@ -224,14 +218,17 @@ def _allocate(
     return full
 
 
-def _allocate_noted(link: AllocatorLink, call: Callable[[], Any], after: Last | None) -> Any:
+def _allocate_briefly(link: AllocatorLink, call: Callable[[], Any], after: Last | None) -> Any:
     """The two sides are seen from outside, once, when the release is done with both."""
+    guard = link.guard
+    if after is not None and not guard.passes_extension(after.slots, after.lengths, after.less):
+        return _allocate_at_once(link, call, after)
     lists = page_pool.Lists(link)
     link.captured_window = link.captured_last = None
     link.taking = True
     full = call()
     link.taking = False
-    guard, window = link.guard, link.captured_window
+    window = link.captured_window
     if full is None:
         kept = lists.taken()
         if any(kept):
@@ -239,13 +236,23 @@ def _allocate_noted(link: AllocatorLink, call: Callable[[], Any], after: Last | 
             if guard.mode is Mode.ENFORCE:
                 lists.put_back()
     else:
-        decode = after is not None and after.decode
         window = full[:0] if window is None else window
-        taken = guard.backlog.note_taken(full, window, each_continues=decode)
-        last = link.captured_last
-        if after is not None and not decode and last is not None:
-            guard.backlog.note_continued(Continued(taken, after.slots, last, after.lengths))
+        if not guard.took(full, window):
+            _note_taken(link, full, window, after)
     return full
+
+
+def _note_taken(
+    link: AllocatorLink, full: torch.Tensor, window: torch.Tensor, after: Last | None
+) -> None:
+    backlog = link.guard.backlog
+    decode = after is not None and after.less == 1
+    taken = backlog.note_taken(full, window, each_continues=decode)
+    last = link.captured_last
+    if after is not None and not decode and last is not None:
+        # The batch keeps its lengths and last slots, and overwrites them as it goes on.
+        slots, lengths = after.slots.clone(), after.lengths.clone()
+        backlog.note_continued(Continued(taken, slots, last, lengths))
 
 
 def _allocate_at_once(link: AllocatorLink, call: Callable[[], Any], after: Last | None) -> Any:
@@ -253,12 +260,13 @@ def _allocate_at_once(link: AllocatorLink, call: Callable[[], Any], after: Last 
     guard = link.guard
     dead = None
     if after is not None:
-        continues = (after.before() % guard.page_size != 0) & (after.slots >= 0)
+        before = after.lengths - after.less
+        continues = (before % guard.page_size != 0) & (after.slots >= 0)
         dead = guard.check_continued(after.slots.to(torch.int64, copy=True), continues)
-    before = [pool.count_free() for pool in link.pools]
+    counted = [pool.count_free() for pool in link.pools]
     full = call()
     if full is None:
-        gone = [b - pool.count_free() for b, pool in zip(before, link.pools, strict=True)]
+        gone = [had - pool.count_free() for had, pool in zip(counted, link.pools, strict=True)]
         guard.check_nothing_kept(gone)
         return None
     _map_fresh(link, full, dead)
@@ -283,37 +291,124 @@ def _map_fresh(link: AllocatorLink, full: torch.Tensor, dead: torch.Tensor | Non
 # -- frees -------------------------------------------------------------------------------------
 
 
+class Sides:
+    """What a kind of public free releases, and how it is judged slot by slot.
+
+    ``what`` as the compiled books are asked. (No enum: its attributes cost as much as a check.)
+    """
+
+    __slots__ = ("at_once", "full", "what", "window")
+
+    def __init__(self, at_once: Callable[[Free], None], *, full: bool, window: bool) -> None:
+        self.at_once = at_once
+        self.full = full
+        self.window = window
+        self.what = full * FREES_FULL | window * FREES_WINDOW
+
+
+class Free:
+    """One call of a public free: ``original`` with the slots ``index`` and ``where`` they begin.
+
+    ``segment`` says that they are consecutive from a page boundary.
+    """
+
+    __slots__ = ("index", "link", "original", "segment", "sides", "where")
+
+    def __init__(
+        self,
+        original: Method,
+        link: AllocatorLink,
+        index: torch.Tensor,
+        where: dict[str, int],
+        sides: Sides,
+        segment: bool,
+    ) -> None:
+        self.original = original
+        self.link = link
+        self.index = index
+        self.where = where
+        self.sides = sides
+        self.segment = segment
+
+    def run(self, index: torch.Tensor) -> None:
+        """Let the release free ``index``; what it releases inside was checked, or noted."""
+        self.link.vetting = True
+        try:
+            self.original(self.link.allocator(), index, **self.where)
+        finally:
+            self.link.vetting = False
+
+
+def _free(
+    original: Method,
+    link: AllocatorLink,
+    index: torch.Tensor,
+    where: dict[str, int],
+    sides: Sides,
+    segment: bool,
+    name: str,
+) -> None:
+    """Run a public free as one operation, or as a part of the one that is open; see ``Free``."""
+    guard = link.guard
+    if link.strict or not (segment or guard.page_size == 1):
+        with link.operation(name):
+            sides.at_once(Free(original, link, index, where, sides, segment))
+        return
+    outermost = guard.operation is None
+    if outermost:
+        link.start(name)
+    try:
+        if guard.passes_free(index, sides.what | link.must_be_mapped):
+            link.vetting = True
+            original(link.allocator(), index, **where)
+            link.vetting = False
+        elif guard.lazy:
+            _note_and_free(Free(original, link, index, where, sides, segment))
+        else:
+            sides.at_once(Free(original, link, index, where, sides, segment))
+    except BaseException as error:
+        link.vetting = False
+        if outermost:
+            link.give_up(error)
+        raise
+    if outermost:
+        link.stop()
+
+
 def _free_both(original: Method, name: str, *, segment: bool) -> Method:
     """The hook of a free of both sides."""
 
     def hooked(allocator: Any, free_index: torch.Tensor, **where: int) -> None:
-        link = link_of(allocator)
+        link = allocator.__dict__.get(ATTRIBUTE)
         if (
             link is None
             or link.vetting
             or not free_index.shape[0]
-            or _queued(link, allocator, name)
+            or (name in link.deferred and in_free_group(allocator))
         ):
             original(allocator, free_index, **where)
             return
-        guard = link.guard
-        if guard.lazy and (segment or guard.page_size == 1):
-            _note_free(original, link, name, free_index, full=True, window=True, where=where)
-            return
-        with link.operation(name):
-            slots = free_index.to(torch.int64, copy=True)
-            vetted = guard.vet_slots(slots, segment=segment)
-            safe = _without_bad(link, free_index, vetted)
-            guard.note_named(slots, vetted.bad, segment=segment)
-            if safe.numel():
-                _follow_entries(link, torch.where(vetted.bad, 0, slots), segment=segment)
-                if _waits_for_group(link):
-                    named = torch.where(vetted.bad, 0, slots)
-                    guard.vouch(guard.full, guard.full.pages_of(named))
-                link.vetted = (safe, vetted) if safe is free_index else None
-                _run_vetted(link, original, safe, where)
+        _free(original, link, free_index, where, _BOTH, segment, name)
 
     return hooked
+
+
+def _both_at_once(free: Free) -> None:
+    link, guard, segment = free.link, free.link.guard, free.segment
+    slots = free.index.to(torch.int64, copy=True)
+    vetted = guard.vet_slots(slots, segment=segment)
+    safe = _without_bad(link, free.index, vetted)
+    guard.note_named(slots, vetted.bad, segment=segment)
+    if safe.numel():
+        _follow_entries(link, torch.where(vetted.bad, 0, slots), segment=segment)
+        if _waits_for_group(link):
+            named = torch.where(vetted.bad, 0, slots)
+            guard.vouch(guard.full, guard.full.pages_of(named))
+        link.vetted = (safe, vetted) if safe is free.index else None
+        _run_vetted(free, safe)
+
+
+_BOTH = Sides(_both_at_once, full=True, window=True)
 
 
 free = Factory(lambda original: _free_both(original, "free", segment=False))
@@ -324,7 +419,7 @@ def _free_window(original: Method, name: str, *, segment: bool) -> Method:
     """The hook of a free of the window side alone."""
 
     def hooked(allocator: Any, free_index: torch.Tensor, **where: int) -> None:
-        link = link_of(allocator)
+        link = allocator.__dict__.get(ATTRIBUTE)
         if link is None or link.vetting:
             original(allocator, free_index, **where)
             return
@@ -334,7 +429,8 @@ def _free_window(original: Method, name: str, *, segment: bool) -> Method:
                 original(allocator, free_index, **where)
             return
         guard = link.guard
-        if _queued(link, allocator, name):
+        if name in link.deferred and in_free_group(allocator):
+            # It only joins the open group, and is checked when that ends.
             rows = free_index.to(torch.int64, copy=True)
             known = rows.clamp(0, guard.map.mapping.numel() - 2)
             link.queued.append((rows, guard.map.mapping.index_select(0, known)))
@@ -344,21 +440,25 @@ def _free_window(original: Method, name: str, *, segment: bool) -> Method:
             free_index = _as_queued(link, free_index)
             if not free_index.shape[0]:
                 return
-        if guard.lazy and (segment or guard.page_size == 1):
-            _note_free(original, link, name, free_index, full=False, window=True, where=where)
-            return
-        with link.operation(name):
-            slots = free_index.to(torch.int64, copy=True)
-            vetted = guard.vet_rows(slots, must_be_mapped=_as_it_reads(link, segment))
-            safe = _without_bad(link, free_index, vetted)
-            if safe.numel():
-                rows = torch.where(vetted.bad, 0, slots)
-                _follow_entries(link, rows, segment=segment)
-                _run_vetted(link, original, safe, where)
-                if guard.mode is Mode.ENFORCE and not link.release.frees_whole_pages:
-                    guard.forget_window(guard.rows_of_slots(rows))
+        _free(original, link, free_index, where, _WINDOW, segment, name)
 
     return hooked
+
+
+def _window_at_once(free: Free) -> None:
+    link, guard, segment = free.link, free.link.guard, free.segment
+    slots = free.index.to(torch.int64, copy=True)
+    vetted = guard.vet_rows(slots, must_be_mapped=_as_it_reads(link, segment))
+    safe = _without_bad(link, free.index, vetted)
+    if safe.numel():
+        rows = torch.where(vetted.bad, 0, slots)
+        _follow_entries(link, rows, segment=segment)
+        _run_vetted(free, safe)
+        if guard.mode is Mode.ENFORCE and not link.release.frees_whole_pages:
+            guard.forget_window(guard.rows_of_slots(rows))
+
+
+_WINDOW = Sides(_window_at_once, full=False, window=True)
 
 
 free_swa = Factory(lambda original: _free_window(original, "free_swa", segment=False))
@@ -390,45 +490,15 @@ def _as_queued(link: AllocatorLink, free_index: torch.Tensor) -> torch.Tensor:
     return free_index[~moved]
 
 
-def _note_free(
-    original: Method,
-    link: AllocatorLink,
-    name: str,
-    free_index: torch.Tensor,
-    *,
-    full: bool,
-    window: bool,
-    where: dict[str, int],
-) -> None:
+def _note_and_free(free: Free) -> None:
     """Note a free whose shape is fixed, to be checked with others, and let it run.
 
     What it releases is held back by the page pools until then (enforce).
     """
+    link, free_index = free.link, free.index
     guard = link.guard
-    if guard.operation is not None:
-        _note_and_free(original, link, free_index, full=full, window=window, where=where)
-        return
-    link.start(name)
-    try:
-        _note_and_free(original, link, free_index, full=full, window=window, where=where)
-    except BaseException as error:
-        link.give_up(error)
-        raise
-    link.stop()
-
-
-def _note_and_free(
-    original: Method,
-    link: AllocatorLink,
-    free_index: torch.Tensor,
-    *,
-    full: bool,
-    window: bool,
-    where: dict[str, int],
-) -> None:
-    guard = link.guard
+    window = free.sides.window
     size, mapping = guard.page_size, guard.map.mapping
-    allocator = link.allocator()
     beyond = mapping.shape[0] - 1
     # The caller may reuse the memory of its row before this is looked at.
     heads = (free_index[::size] if size > 1 else free_index).to(torch.int64, copy=True)
@@ -448,9 +518,9 @@ def _note_and_free(
             guard.current,
             heads,
             free_index.shape[0],
-            full,
+            free.sides.full,
             mapping.index_select(0, rows) if window else None,
-            window and link.release.segment_frees,
+            window and bool(link.must_be_mapped),
             _waits_for_group(link),
         )
     )
@@ -458,11 +528,7 @@ def _note_and_free(
         guard.keep_rows(free_index.to(torch.int64))
     if size == 1:
         link.given = (safe, heads if safe is free_index else safe)
-    link.vetting = True
-    try:
-        original(allocator, safe, **where)
-    finally:
-        link.vetting = False
+    free.run(safe)
 
 
 def _without_bad(link: AllocatorLink, free_index: torch.Tensor, vetted: Vetted) -> torch.Tensor:
@@ -475,15 +541,13 @@ def _without_bad(link: AllocatorLink, free_index: torch.Tensor, vetted: Vetted) 
     return torch.where(vetted.bad, 0, free_index)
 
 
-def _run_vetted(
-    link: AllocatorLink, original: Method, free_index: torch.Tensor, where: dict[str, int]
-) -> None:
-    """Run a free whose every part was checked."""
-    link.vetting = link.eager = True
+def _run_vetted(free: Free, safe: torch.Tensor) -> None:
+    """Run a free of ``safe`` whose every part was checked."""
+    free.link.eager = True
     try:
-        original(link.allocator(), free_index, **where)
+        free.run(safe)
     finally:
-        link.vetting = link.eager = False
+        free.link.eager = False
 
 
 def _as_it_reads(link: AllocatorLink, segment: bool) -> bool:
@@ -513,49 +577,48 @@ def _free_full_only(original: Method, name: str, *, segment: bool) -> Method:
     """The hook of a free of the full side alone."""
 
     def hooked(allocator: Any, free_index: torch.Tensor, **where: int) -> None:
-        link = link_of(allocator)
+        link = allocator.__dict__.get(ATTRIBUTE)
         if (
             link is None
             or link.vetting
             or not free_index.shape[0]
-            or _queued(link, allocator, name)
+            or (name in link.deferred and in_free_group(allocator))
         ):
             original(allocator, free_index, **where)
             return
-        guard = link.guard
-        if guard.lazy and (segment or guard.page_size == 1):
-            _note_free(original, link, name, free_index, full=True, window=False, where=where)
-            return
-        with link.operation(name):
-            slots = free_index.to(torch.int64, copy=True)
-            vetted = guard.vet_slots(slots, segment=segment)
-            live, count = guard.check_peers_released(torch.where(vetted.bad, 0, slots))
-            safe = _without_bad(link, free_index, vetted)
-            if guard.mode is Mode.ENFORCE:
-                if count:
-                    allocator.free_swa(slots[live])
-                elif count is None:
-                    guard.note_full_only(slots)  # the next allocation releases what was left
-            guard.note_named(slots, vetted.bad, segment=segment)
-            if safe.numel():
-                if _waits_for_group(link):
-                    named = torch.where(vetted.bad, 0, slots)
-                    guard.vouch(guard.full, guard.full.pages_of(named))
-                link.vetted = (safe, vetted) if safe is free_index else None
-                _run_vetted(link, original, safe, where)
+        _free(original, link, free_index, where, _FULL, segment, name)
 
     return hooked
+
+
+def _full_at_once(free: Free) -> None:
+    link, guard, segment = free.link, free.link.guard, free.segment
+    slots = free.index.to(torch.int64, copy=True)
+    vetted = guard.vet_slots(slots, segment=segment)
+    live, count = guard.check_peers_released(torch.where(vetted.bad, 0, slots))
+    safe = _without_bad(link, free.index, vetted)
+    if guard.mode is Mode.ENFORCE:
+        if count:
+            allocator: Any = link.allocator()
+            allocator.free_swa(slots[live])
+        elif count is None:
+            guard.note_full_only(slots)  # the next allocation releases what was left
+    guard.note_named(slots, vetted.bad, segment=segment)
+    if safe.numel():
+        if _waits_for_group(link):
+            named = torch.where(vetted.bad, 0, slots)
+            guard.vouch(guard.full, guard.full.pages_of(named))
+        link.vetted = (safe, vetted) if safe is free.index else None
+        _run_vetted(free, safe)
+
+
+_FULL = Sides(_full_at_once, full=True, window=False)
 
 
 free_full = Factory(lambda original: _free_full_only(original, "free_full", segment=False))
 free_full_segment = Factory(
     lambda original: _free_full_only(original, "free_full_segment", segment=True)
 )
-
-
-def _queued(link: AllocatorLink, allocator: Any, name: str) -> bool:
-    """Whether this free only joins the open group; it is checked when the group ends."""
-    return name in link.release.deferred_frees and in_free_group(allocator)
 
 
 def _waits_for_group(link: AllocatorLink) -> bool:
@@ -585,7 +648,7 @@ def free_group_end(original: Method, allocator: Any) -> None:
 
 def _set_mapping(original: Method) -> Method:
     def hooked(allocator: Any, full_indices: torch.Tensor, swa_indices: torch.Tensor) -> None:
-        link = link_of(allocator)
+        link = allocator.__dict__.get(ATTRIBUTE)
         if link is None or link.guard.operation is not None or not full_indices.shape[0]:
             original(allocator, full_indices, swa_indices)
             return
@@ -601,14 +664,20 @@ def _set_mapping(original: Method) -> Method:
 set_full_to_swa_mapping = Factory(_set_mapping)
 
 
-def clear_full_to_swa_mapping(original: Method, allocator: Any, full_indices: torch.Tensor) -> None:
-    link = link_of(allocator)
-    if link is None or link.guard.operation is not None:
-        original(allocator, full_indices)
-        return
-    with link.operation("clear_full_to_swa_mapping"):
-        link.guard.keep_rows(full_indices.to(torch.int64))
-        original(allocator, full_indices)
+def _clear_mapping(original: Method) -> Method:
+    def hooked(allocator: Any, full_indices: torch.Tensor) -> None:
+        link = allocator.__dict__.get(ATTRIBUTE)
+        if link is None or link.guard.operation is not None:
+            original(allocator, full_indices)
+            return
+        with link.operation("clear_full_to_swa_mapping"):
+            link.guard.keep_rows(full_indices.to(torch.int64))
+            original(allocator, full_indices)
+
+    return hooked
+
+
+clear_full_to_swa_mapping = Factory(_clear_mapping)
 
 
 # -- whole-pool events -------------------------------------------------------------------------

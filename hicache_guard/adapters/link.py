@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -12,9 +12,13 @@ from typing import Any
 import torch
 
 from hicache_guard.adapters.releases import Release
+from hicache_guard.core import compiled
+from hicache_guard.core.compiled import ALL_MAPPED
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.guard import PoolGuard
+from hicache_guard.core.journal import Steps
 from hicache_guard.core.ledger import PageLedger
+from hicache_guard.core.modes import Mode
 from hicache_guard.core.verdict import Vetted
 
 #: The attribute under which an SGLang object holds its link.
@@ -80,6 +84,11 @@ class AllocatorLink:
         self.state = vars(allocator)
         self.guard = guard
         self.release = release
+        #: Frees that only join an open group, to be made when it ends.
+        self.deferred = release.deferred_frees
+        self.strict = guard.mode is Mode.STRICT
+        #: Whether frees whose shape is fixed follow every entry, wherever it leads.
+        self.must_be_mapped = ALL_MAPPED if release.segment_frees else 0
         self.pools: list[PoolLink] = []
         self.vetting = False
         self.vetted: tuple[torch.Tensor, Vetted] | None = None
@@ -92,20 +101,17 @@ class AllocatorLink:
         self.queued: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.taking = False
         self.given: tuple[torch.Tensor, torch.Tensor] | None = None
+        #: What opens and closes short operations, where the books are compiled.
+        self.steps: Steps | None = None
         _links.add(self)
 
-    # Calls that are made at every step open and close their operation by themselves, and only
-    # where its checks are put off: ``start``, then ``stop`` or ``give_up``.
-
-    @property
-    def collects(self) -> bool:
-        """Whether an operation may begin here whose checks are only noted."""
-        guard = self.guard
-        return guard.operation is None and guard.lazy and not guard.mapping_suspect
+    # Calls that are made at every step open and close their operation by themselves, outside strict
+    # mode: ``start``, then ``stop`` or ``give_up``.
 
     def start(self, name: str) -> None:
         """Open an outermost operation; a hook calls it through one function of its module."""
-        self.guard.begin(name, sys._getframe(3))
+        if self.guard.begin_step(name, sys._getframe(3)):
+            return
         mapping = self.notice_unseen()
         if mapping is not None:
             try:
@@ -115,10 +121,18 @@ class AllocatorLink:
                 self.close()
                 raise
 
+    def watch(self) -> None:
+        """Know the pools' free lists and the mapping; to be called when the pools are known."""
+        if self.guard.compiled is not None:
+            lists = [(pool.state, "free_pages") for pool in self.pools]
+            self.steps = compiled.steps([*lists, (self.state, "full_to_swa_index_mapping")])
+            self.steps.leave()
+            self.guard.journal.steps = self.steps
+
     def stop(self) -> None:
         """Close what ``start`` opened."""
         guard = self.guard
-        if guard.backlog.long:
+        if guard.lazy and guard.backlog.long:
             guard.backlog.settle(wait=False)
         self.close()
 
@@ -136,7 +150,10 @@ class AllocatorLink:
         self.vetting = self.padding_expected = self.eager = self.taking = self.ending = False
         self.vetted = self.captured_window = self.captured_last = self.given = None
         self.guard.end()
-        self._see_lists()
+        if self.steps is not None:
+            self.steps.leave()
+        else:
+            self._see_lists()
 
     def _see_lists(self) -> None:
         """Remember the free lists as they are now; hide those whose pages are held back."""
@@ -168,9 +185,14 @@ class AllocatorLink:
     def notice_unseen(self) -> torch.Tensor | None:
         """The mapping, where it was written behind the seams; free lists are taken over at once."""
         guard = self.guard
-        for pool in self.pools:
+        changed = self.steps.changed() if self.steps is not None else None
+        for number, pool in enumerate(self.pools):
             # By none of the list's methods: those leave it as expected.
-            if pool.state.get("free_pages", pool.hidden) is not pool.expected:
+            if changed is not None:
+                unseen = changed >> number & 1 == 1
+            else:
+                unseen = pool.state.get("free_pages", pool.hidden) is not pool.expected
+            if unseen:
                 guard.backlog.settle()
                 guard.resync(pool.ledger, free_list(pool.pool()))
         mapping: torch.Tensor = self.state["full_to_swa_index_mapping"]
@@ -196,18 +218,17 @@ class Running:
         guard = link.guard
         self._outermost = guard.operation is None
         if not self._outermost:
-            if self._settle and guard.lazy and not guard.backlog.empty:
+            if self._settle and not guard.backlog.empty:
                 guard.backlog.settle()
             return False
         guard.begin(self._name, _caller())
         try:
             mapping = link.notice_unseen()
-            if guard.lazy:
-                if self._settle and not guard.backlog.empty:
-                    guard.backlog.settle()
-            else:
+            if link.strict:
                 self._before = Snapshot(link)
                 self._log = guard.undo.open()
+            elif self._settle and not guard.backlog.empty:
+                guard.backlog.settle()
             if mapping is not None:
                 guard.backlog.settle()
                 guard.reconcile(mapping)
@@ -229,7 +250,7 @@ class Running:
 
     def _finish(self, *, raised: bool) -> None:
         guard = self._link.guard
-        if not guard.lazy and hasattr(self, "_log"):
+        if hasattr(self, "_log"):
             guard.undo.close(self._log)
             if raised:
                 self._before.put_back()
@@ -256,6 +277,13 @@ class PoolLink:
         self.expected = self.state["free_pages"]
         self.hidden: torch.Tensor | None = None
 
+    def accept_list(self) -> None:
+        """The free list was replaced, and is as it should be."""
+        if self.owner.steps is not None:
+            self.owner.steps.accept(int(self.is_window))
+        else:
+            self.expected = self.listed
+
     def hide(self) -> None:
         """Take the free list out of sight, and the count of free pages with it."""
         listed = self.state.pop("free_pages", None)
@@ -281,10 +309,9 @@ class PoolLink:
 
     def count_free(self) -> int:
         """Pages in the free list, by the host's own count."""
-        waiting: int | None = self.state.get("num_staged_pages")
-        if waiting is None:
-            waiting = self.state["release_pages"].shape[0]
-        return int(self.listed.shape[0]) + waiting
+        if self.hidden is not None:
+            return count_free({"free_pages": self.hidden, **self.state})
+        return count_free(self.state)
 
     def _count_with_held(self) -> int:
         """Stands in for ``available_size``: slots on their way through the backlog count as free.
@@ -298,6 +325,14 @@ class PoolLink:
         size = self.count_free() * self.ledger.page_size + guard.backlog.held_slots(self.ledger)
         # More than there is can only be held by a free that is wrong; it is found when it settles.
         return min(size, int(self.state["size"]))
+
+
+def count_free(state: Mapping[str, Any]) -> int:
+    """Free pages in the attributes of a sub-allocator, by the host's own count."""
+    waiting: int | None = state.get("num_staged_pages")
+    if waiting is None:
+        waiting = state["release_pages"].shape[0]
+    return int(state["free_pages"].shape[0]) + waiting
 
 
 def free_list(pool: Any) -> torch.Tensor:

@@ -18,11 +18,13 @@ from hicache_guard.adapters.link import (
     Factory,
     PoolLink,
     StandIn,
+    count_free,
     free_list,
     in_free_group,
     outside_group,
 )
 from hicache_guard.core.backlog import Freed, HandedOut, Held
+from hicache_guard.core.compiled import FREES_FULL, PEERS_FOLLOW
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.verdict import Vetted
 
@@ -65,35 +67,25 @@ class Lists:
     """
 
     __slots__ = ("_before", "_pools")
+    _NAMES = ("free_pages", "release_pages", "staged_pages", "num_staged_pages")
 
     def __init__(self, owner: AllocatorLink) -> None:
-        full, window = owner.pools
         self._pools = owner.pools
-        self._before = (self._of(full), self._of(window))
-
-    @staticmethod
-    def _of(link: PoolLink) -> tuple[Any, Any, Any, Any]:
-        get = link.state.get
-        return (
-            link.reveal() if link.hidden is not None else link.state["free_pages"],
-            get("release_pages"),
-            get("staged_pages"),
-            get("num_staged_pages"),
-        )
+        for link in self._pools:
+            if link.hidden is not None:
+                link.reveal()
+        self._before = [link.state.copy() for link in self._pools]
 
     def taken(self) -> list[int]:
         """Pages that each side has fewer now."""
-        gone = []
-        for link, (listed, released, _, staged) in zip(self._pools, self._before, strict=True):
-            waiting = released.shape[0] if staged is None else staged
-            gone.append(listed.shape[0] + waiting - link.count_free())
-        return gone
+        return [
+            count_free(before) - link.count_free()
+            for link, before in zip(self._pools, self._before, strict=True)
+        ]
 
     def put_back(self) -> None:
-        names = ("free_pages", "release_pages", "staged_pages", "num_staged_pages")
-        for link, lists in zip(self._pools, self._before, strict=True):
-            saved = dict(zip(names, lists, strict=True))
-            link.state.update({name: saved[name] for name in names if name in link.state})
+        for link, before in zip(self._pools, self._before, strict=True):
+            link.state.update({name: before[name] for name in self._NAMES if name in before})
 
 
 def taken_pages(link: PoolLink, count: int) -> torch.Tensor:
@@ -186,27 +178,36 @@ alloc_decode = Factory(
 )
 
 
-def free(original: Method, pool: Any, free_index: torch.Tensor) -> None:
-    """Slots enter the free list here: whole pages after removing duplicates, or slot by slot."""
-    link = _link_of(pool)
-    if link is None or free_index.numel() == 0:
-        original(pool, free_index)
-        return
-    if in_free_group(pool):
-        _note_queued(link, free_index, segment=False)
-        original(pool, free_index)
-        return
-    if hasattr(pool, "_release_page_ids"):
-        original(pool, free_index)  # goes on to page ids, each once
-        return
-    distinct = pool.page_size == 1
+def _free(original: Method) -> Callable[..., None]:
+    def hooked(pool: Any, free_index: torch.Tensor) -> None:
+        link = pool.__dict__.get(ATTRIBUTE)
+        if type(link) is not PoolLink or not free_index.shape[0]:
+            original(pool, free_index)
+            return
+        if in_free_group(pool):
+            _note_queued(link, free_index, segment=False)
+            original(pool, free_index)
+            return
+        if hasattr(pool, "_release_page_ids"):
+            original(pool, free_index)  # goes on to page ids, each once
+            return
+        distinct = link.ledger.page_size == 1
+        if link.owner.vetting and distinct and _passes(link, free_index, are_pages=False):
+            original(pool, free_index)
+            return
 
-    def admit(items: torch.Tensor) -> None:
-        with outside_group(pool):
-            original(pool, items)
+        def admit(items: torch.Tensor) -> None:
+            with outside_group(pool):
+                original(pool, items)
 
-    with link.owner.operation(f"{link.ledger.name}_pool.free", settle=not distinct):
-        _release(link, free_index, admit, False, distinct)
+        with link.owner.operation(f"{link.ledger.name}_pool.free", settle=not distinct):
+            _release(link, free_index, admit, False, distinct)
+
+    return hooked
+
+
+#: Slots enter the free list here: whole pages after removing duplicates, or slot by slot.
+free = Factory(_free)
 
 
 def free_segment(original: Method, pool: Any, free_index: torch.Tensor, *, start_pos: int) -> None:
@@ -222,10 +223,13 @@ def _note_queued(link: PoolLink, free_index: torch.Tensor, *, segment: bool) -> 
     owner, guard = link.owner, link.guard
     if owner.vetting or link.is_window:
         return
-    lazy = guard.lazy and (segment or guard.page_size == 1)
+    fixed = segment or guard.page_size == 1
+    lazy = guard.lazy and fixed
     with owner.operation(f"{link.ledger.name}_pool.free", settle=not lazy):
         slots = free_index.to(torch.int64, copy=True)
         guard.note_full_only(slots)
+        if fixed and guard.passes_free(slots, FREES_FULL | PEERS_FOLLOW):
+            return
         if lazy:
             heads = slots[:: guard.page_size]
             guard.backlog.note_free(
@@ -245,7 +249,7 @@ def _entering(original: Method) -> Callable[..., None]:
             original(pool, *page_ids)
             return
         items = page_ids[0] if len(page_ids) == 1 else torch.cat(page_ids)
-        if not items.shape[0]:
+        if not items.shape[0] or (link.owner.vetting and _passes(link, items, are_pages=True)):
             original(pool, *page_ids)
             return
 
@@ -265,6 +269,18 @@ def _entering(original: Method) -> Callable[..., None]:
 _release_page_ids = Factory(_entering)
 
 
+def _passes(link: PoolLink, items: torch.Tensor, *, are_pages: bool) -> bool:
+    """Whether what is about to enter the free list is plainly in order, and written down."""
+    owner, ledger = link.owner, link.ledger
+    guard = owner.guard
+    direct = not (owner.vetting or owner.ending)
+    if not guard.passes_release(ledger, items, pages=are_pages, direct=direct):
+        return False
+    if direct and not link.is_window:
+        guard.note_full_only((items * ledger.page_size if are_pages else items).clone())
+    return True
+
+
 def _release(
     link: PoolLink,
     items: torch.Tensor,
@@ -274,8 +290,11 @@ def _release(
 ) -> None:
     owner, ledger = link.owner, link.ledger
     guard = owner.guard
+    direct = not (owner.vetting or owner.ending)
+    if distinct and not owner.vetting and _passes(link, items, are_pages=are_pages):
+        invoke(items)
+        return
     if guard.lazy and distinct and not owner.eager:
-        direct = not (owner.vetting or owner.ending)
         if are_pages:
             kept = items
         elif owner.given is not None and owner.given[0] is items:
@@ -298,6 +317,7 @@ def _release(
             pages=are_pages,
             distinct=distinct,
             padding_expected=owner.padding_expected,
+            queued=not direct,
         )
     slots = (items * ledger.page_size if are_pages else items).to(torch.int64, copy=True)
     if ledger is guard.full and not owner.vetting:
@@ -342,7 +362,7 @@ def merge_and_sort_free(original: Method, pool: Any) -> None:
     original(pool)
     link = _link_of(pool)
     if link is not None:
-        link.expected = link.listed
+        link.accept_list()
 
 
 def clear(original: Method, pool: Any) -> None:
@@ -354,7 +374,7 @@ def clear(original: Method, pool: Any) -> None:
     guard = link.guard
     if guard.operation is not None:
         original(pool)
-        link.expected = link.listed
+        link.accept_list()
         return
     with link.owner.operation(f"{link.ledger.name}_pool.clear"):
         original(pool)

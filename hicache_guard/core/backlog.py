@@ -4,7 +4,8 @@ Asking the device about one free costs some dozens of small operators, whatever 
 about a hundred frees at once costs the same. So outside strict mode an operation only *notes* what
 is to be checked, and what it would release is held back (enforce). The backlog is settled in bulk
 when somebody needs the answer: before an allocation takes pages, when the free list is looked at,
-before an operation of another kind, or when it grows long.
+before an operation of another kind, or when it grows long. Where the books are compiled none of
+this is needed, and the backlog stays empty.
 
 Bulk only asks "is all of this in order?". Where it is not, the notes are gone through again one by
 one, in order, by the same checks that strict mode uses; that path may read the device.
@@ -20,7 +21,7 @@ import torch
 
 from hicache_guard.core.gathered import Gathered
 from hicache_guard.core.journal import Operation
-from hicache_guard.core.ledger import Answer, PageLedger, Releases, any_of
+from hicache_guard.core.ledger import PageLedger, Releases, any_of
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.verdict import HostCopy
 
@@ -313,7 +314,7 @@ class Backlog:
         guard = self._guard
         full, window = guard.full, guard.window
         book = guard.map
-        wrong: list[Answer] = []
+        wrong: list[torch.Tensor] = []
         if continued:
             last = Gathered([note.last for note in continued])
             slots = Gathered([note.window for note in continued])
@@ -339,6 +340,8 @@ class Backlog:
                 backed = _named([note for note in notes if not note.queued], full=ledger is full)
             mine = [note for note in held if note.ledger is ledger]
             vouch = [pages for side, pages in vouched if side is ledger]
+            if not (notes or mine):
+                continue
             due = Releases(
                 direct=_held([note for note in mine if note.direct]),
                 backed=backed,

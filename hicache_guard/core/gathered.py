@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ class Gathered:
     are joined only for whoever needs them as one.
     """
 
-    __slots__ = ("_items", "_pages", "are_pages", "compiled", "operations", "tensors")
+    __slots__ = ("_items", "_pages", "are_pages", "operations", "tensors")
 
     def __init__(
         self,
@@ -34,8 +34,6 @@ class Gathered:
         self.tensors = tensors
         self.operations = operations
         self.are_pages = are_pages
-        #: What ``compiled`` keeps here.
-        self.compiled: Any = None
         self._items: torch.Tensor | None = None
         self._pages: torch.Tensor | None = None
 

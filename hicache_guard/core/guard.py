@@ -18,15 +18,17 @@ import torch
 
 from hicache_guard.core import compiled
 from hicache_guard.core.backlog import Backlog, Freed
+from hicache_guard.core.compiled import Books
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.faults import Fault
 from hicache_guard.core.journal import Journal, Operation
-from hicache_guard.core.ledger import FREED, PageLedger
+from hicache_guard.core.ledger import FREED, QUEUED, SERIAL, PageLedger
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.report import Violation, describe_operation, generation_text
 from hicache_guard.core.tally import Tally
 from hicache_guard.core.undo import UndoLog, UndoLogs
 from hicache_guard.core.verdict import Finding, Suspicion, Verdict, Vetted
+from hicache_guard.core.windowmap import WindowMap
 
 logger = logging.getLogger("hicache_guard")
 
@@ -40,6 +42,9 @@ MAX_REPORTED = 65_536
 MAX_BACKUPS = 8
 
 Report = Callable[[Violation], None]
+
+#: Stands for the operation that is open while nobody has asked for its record.
+_IN_STEP = Operation(0, "", None, (lambda: None).__code__, 0)
 
 
 class PoolGuard:
@@ -65,10 +70,11 @@ class PoolGuard:
         self.page_size = page_size
         self.device = device
         self.undo = UndoLogs()
-        ledger, book = compiled.books(device)
-        self.full = ledger("full", full_slots // page_size, page_size, device, self.undo)
-        self.window = ledger("window", window_slots // page_size, page_size, device, self.undo)
-        self.map = book(mapping, self.full, self.window, self.undo)
+        self.full = PageLedger("full", full_slots // page_size, page_size, device, self.undo)
+        self.window = PageLedger("window", window_slots // page_size, page_size, device, self.undo)
+        self.map = WindowMap(mapping, self.full, self.window, self.undo)
+        self.compiled: Books | None = None
+        self._compile()
         self.journal = Journal()
         self.tally = Tally()
         self.serial = 0
@@ -86,13 +92,20 @@ class PoolGuard:
         self.backlog = Backlog(self)
         #: Whether checks are collected and run together. Strict needs each answer at once; observe
         #: may never wait for a device, and settling in order can.
-        self.lazy = mode is Mode.ENFORCE or (mode is Mode.OBSERVE and device.type == "cpu")
+        self.lazy = self.compiled is None and (
+            mode is Mode.ENFORCE or (mode is Mode.OBSERVE and device.type == "cpu")
+        )
+
+    def _compile(self) -> None:
+        """Take the memory of the books over; to be called where they were allocated anew."""
+        if self.mode is not Mode.STRICT:  # which must be able to take back what it wrote
+            self.compiled = compiled.books(self.full, self.window, self.map)
 
     # -- operations ----------------------------------------------------------------------------
 
     def begin(self, name: str, caller: FrameType) -> Operation:
         """Open the record of an outermost operation. ``caller`` is the frame that asked for it."""
-        if self.serial >= FREED - 4:
+        if self.serial >= SERIAL - 4:
             self._rebase(caller)
         self.serial += 1
         self.tally.operations += 1
@@ -102,10 +115,22 @@ class PoolGuard:
             self.poll()
         return operation
 
+    def begin_step(self, name: str, caller: FrameType) -> bool:
+        """As ``begin``, by the journal's ``Steps``; whether what they watch is as it was left."""
+        steps = self.journal.steps
+        if steps is None or self.serial >= SERIAL - 4:
+            self.begin(name, caller)
+            return steps is not None and not steps.changed()
+        self.serial = serial = self.serial + 1
+        self.tally.operations += 1
+        self.operation = _IN_STEP
+        return steps.enter(serial, name, caller)
+
     def end(self) -> None:
         """Close the outermost operation: every mapping write until now came through a seam."""
         self.operation = None
-        self.map.acknowledge()
+        book = self.map
+        book.seen = book.mapping._version  # as acknowledge()
 
     def _rebase(self, caller: FrameType) -> None:
         # What is noted carries serials of before.
@@ -118,7 +143,12 @@ class PoolGuard:
         self.full.rebase(shift)
         self.window.rebase(shift)
         self.serial -= shift
+        steps = self.journal.steps
         self.journal = Journal()
+        if steps is not None:
+            steps.forget()
+            self.journal.steps = steps
+        self._compile()  # what it remembers bears the serials of before
         self._reported.clear()
 
     # -- verdicts ------------------------------------------------------------------------------
@@ -170,6 +200,10 @@ class PoolGuard:
     def current(self) -> Operation:
         """The operation that is open."""
         assert self.operation is not None, "a check runs inside an operation"
+        if self.operation is _IN_STEP:
+            found = self.journal.find(self.serial)
+            assert found is not None, "the running step is remembered"
+            self.operation = found
         return self.operation
 
     def _report(self, verdict: Verdict, ledger: PageLedger, operation: Operation) -> None:
@@ -210,7 +244,7 @@ class PoolGuard:
         found = expected = other = None
         if finding.found >= 0:
             freed = finding.found >= FREED
-            serial = finding.found & (FREED - 1)
+            serial = finding.found & SERIAL
             if freed and serial == 0:
                 found = "a page that was never handed out"
             elif freed:
@@ -234,7 +268,10 @@ class PoolGuard:
                 subject, history_page = peer, peer_page
         # Reading the history costs a device read: never in observe mode on a device.
         readable = self.mode is not Mode.OBSERVE or self.device.type == "cpu"
-        lines = self.journal.history(subject.name, history_page) if readable else []
+        written: list[tuple[int, int]] = []
+        if self.compiled is not None:
+            written = self.compiled.touched(int(subject is self.window), history_page)
+        lines = self.journal.history(subject.name, history_page, written) if readable else []
         return Violation(
             fault=finding.fault,
             pool=ledger.name,
@@ -419,6 +456,56 @@ class PoolGuard:
         if self.mode is Mode.ENFORCE and count != 0:
             self.map.mapping.index_fill_(0, full, 0)
 
+    # -- what is plainly in order --------------------------------------------------------------
+
+    # Asked first where the books are compiled; what was answered with yes has been written down.
+
+    @property
+    def at_once(self) -> bool:
+        """Whether allocations are judged slot by slot as they happen."""
+        if self.mapping_suspect:
+            return True
+        return not self.lazy and (self.compiled is None or bool(self.undo.open_now))
+
+    def passes_extension(self, last: torch.Tensor, lengths: torch.Tensor, less: int) -> bool:
+        """Whether an allocation may go on after the slots ``last``; see ``Books.continued``.
+
+        With collected checks the answer comes later, and it may.
+        """
+        books = self.compiled
+        return (
+            books is None
+            or self.page_size == 1
+            or books.continued(last, lengths, self.map.mapping, less)
+        )
+
+    def took(self, full: torch.Tensor, window: torch.Tensor) -> bool:
+        """An allocation mapped the end of ``full`` to ``window``; whether that is written down."""
+        books = self.compiled
+        return books is not None and books.took(full, window, self.serial)
+
+    def passes_free(self, slots: torch.Tensor, what: int) -> bool:
+        """Whether a free of ``slots``, consecutive from a page boundary, may run as it is."""
+        books = self.compiled
+        if books is None or self.undo.open_now:
+            return False
+        return books.freed(slots, self.map.mapping, what, self.serial)
+
+    def passes_release(
+        self, ledger: PageLedger, items: torch.Tensor, *, pages: bool, direct: bool
+    ) -> bool:
+        """Whether ``items``, slots or page ids (``pages``), may enter ``ledger``'s free list.
+
+        ``direct`` where no public free stands behind it.
+        """
+        books = self.compiled
+        if books is None or self.undo.open_now:
+            return False
+        side = int(ledger is self.window)
+        if not direct:
+            return books.came(items, side, pages)
+        return books.came_alone(items, side + 2 * pages, self.serial)
+
     # -- frees ---------------------------------------------------------------------------------
 
     def vet_slots(self, slots: torch.Tensor, *, segment: bool) -> Vetted:
@@ -448,11 +535,13 @@ class PoolGuard:
     def vouch(self, ledger: PageLedger, pages: torch.Tensor) -> None:
         """``pages`` (int64) were checked, and an open group queues them: they are free from now on.
 
-        Where checks are not put off, each release is checked when it comes.
+        Strict checks each release when it comes.
         """
         if self.lazy:
             ledger.release(pages, self.serial)
             self.backlog.vouch(ledger, pages)
+        elif self.compiled is not None:
+            ledger.queue(pages, self.serial)
 
     def vet_release(
         self,
@@ -462,15 +551,22 @@ class PoolGuard:
         pages: bool,
         distinct: bool,
         padding_expected: bool,
+        queued: bool = False,
     ) -> Vetted:
         """Check what is about to enter ``ledger``'s free list: slots, or page ids (``pages``).
 
         ``distinct`` for a release that does not remove duplicates itself. With ``padding_expected``
-        page 0 is bad but not counted: the fault that brought it here was counted already.
+        page 0 is bad but not counted: the fault that brought it here was counted already. With
+        ``queued`` a page that is on its way is one that may come.
         """
         slots = (items * ledger.page_size if pages else items).to(torch.int64, copy=True)
         return self._vet(
-            ledger, slots, ledger.pages_of(slots), distinct=distinct, silent=padding_expected
+            ledger,
+            slots,
+            ledger.pages_of(slots),
+            distinct=distinct,
+            silent=padding_expected,
+            queued=queued,
         )
 
     def _vet(
@@ -481,10 +577,13 @@ class PoolGuard:
         *,
         distinct: bool,
         silent: bool = False,
+        queued: bool = False,
     ) -> Vetted:
         found = ledger.generations(pages)
         # Observe lets a release hand out what is no page: it is nobody's all the same.
         dead = (found >= FREED) | (pages == 0) | (pages == ledger.outside)
+        if queued:
+            dead &= found < FREED | QUEUED
         bad = dead
         suspicions = [
             Suspicion(Fault.NEGATIVE_INDEX, lambda: slots < 0),
@@ -656,6 +755,12 @@ class PoolGuard:
         """
         if not self._full_only:
             return None
+        if self.compiled is not None:
+            freed = self._full_only
+            left_any = [self.compiled.left_behind(slots, self.map.mapping) for slots in freed]
+            if not any(left_any):
+                self._full_only = []
+                return None
         rows = self.rows_of_slots(torch.cat(self._full_only))
         self._full_only = []
         window = self.map.mapping.index_select(0, rows)
@@ -757,6 +862,7 @@ class PoolGuard:
         self.tally.unhooked_writes += 1
         if mapping is not self.map.mapping:
             self.map.adopt(mapping)
+            self._compile()
         rows = torch.arange(mapping.numel() - 1, device=mapping.device)
         window = mapping[:-1].clone()
         proved = self.map.proved(rows, window)
@@ -902,6 +1008,7 @@ class PoolGuard:
         self.full.reset(full_slots // self.page_size, self.serial)
         self.window.reset(window_slots // self.page_size, self.serial)
         self.map.reset()
+        self._compile()
         self.mapping_suspect = False
 
     def resync(self, ledger: PageLedger, free_pages: torch.Tensor) -> None:

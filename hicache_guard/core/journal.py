@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FrameType
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,35 +22,38 @@ import torch
 MAX_OPERATIONS = 4096
 MAX_HELD_PAGES = 1 << 20
 
-_acting_for: ContextVar[str | None] = ContextVar("hicache_guard_acting_for", default=None)
+#: The request on whose behalf operations are made, if anybody said so.
+ACTING_FOR: ContextVar[str | None] = ContextVar("hicache_guardACTING_FOR", default=None)
 
 
 @contextmanager
 def acting_for(request: str) -> Iterator[None]:
     """Name the request on whose behalf the enclosed allocator calls are made, for reports."""
-    token = _acting_for.set(request)
+    token = ACTING_FOR.set(request)
     try:
         yield
     finally:
-        _acting_for.reset(token)
+        ACTING_FOR.reset(token)
 
 
-class Operation:
-    """One allocator operation.
+class Operation(NamedTuple):
+    """One allocator operation, called from the ``instruction`` (an offset) of ``caller``.
 
     ``serial`` orders operations; ``file`` and ``line`` are the place in the caller's code.
     """
 
-    __slots__ = ("caller", "line", "name", "request", "serial")
+    serial: int
+    name: str
+    request: str | None
+    caller: CodeType
+    instruction: int
 
-    def __init__(
-        self, serial: int, name: str, request: str | None, caller: CodeType, line: int
-    ) -> None:
-        self.serial = serial
-        self.name = name
-        self.request = request
-        self.caller = caller
-        self.line = line
+    @property
+    def line(self) -> int:
+        # Only for reports: finding the line costs more than all the rest of the record.
+        lines = self.caller.co_lines()
+        found = (line for start, end, line in lines if start <= self.instruction < end)
+        return next(found, None) or self.caller.co_firstlineno
 
     @property
     def file(self) -> str:
@@ -80,8 +84,33 @@ class Touch:
         return int(self.pages.shape[0]) + 32 * len(self.operations)
 
 
+class Steps(Protocol):
+    """Opens and closes short operations, and sees whether anybody wrote behind the seams."""
+
+    def enter(self, serial: int, name: str, caller: FrameType, /) -> bool:
+        """Record an operation; whether everything that is watched is as it was left."""
+
+    def leave(self) -> None:
+        """Everything that is watched is as it should be."""
+
+    def accept(self, number: int, /) -> None:
+        """One of the attributes that are watched is as it should be."""
+
+    def changed(self) -> int:
+        """A bit for each that is watched and is not as it was left."""
+
+    def find(self, serial: int, /) -> tuple[int, str, str | None, CodeType, int] | None:
+        """The fields of an ``Operation``, while it is remembered."""
+
+    def forget(self) -> None:
+        """Forget all operations: serials begin anew."""
+
+
 class Journal:
     """The last operations, newest last; bounded in operations and in the page ids held."""
+
+    #: Operations that are recorded there and not here.
+    steps: Steps | None = None
 
     def __init__(
         self, max_operations: int = MAX_OPERATIONS, max_held_pages: int = MAX_HELD_PAGES
@@ -93,7 +122,8 @@ class Journal:
 
     def open(self, serial: int, name: str, caller: FrameType) -> Operation:
         """Start the record of one operation; ``caller`` is the frame that called the allocator."""
-        operation = Operation(serial, name, _acting_for.get(), caller.f_code, caller.f_lineno)
+        fields = (serial, name, ACTING_FOR.get(), caller.f_code, caller.f_lasti)
+        operation = tuple.__new__(Operation, fields)  # every step makes some: no frame for it
         self._operations.append(operation)
         return operation
 
@@ -112,8 +142,18 @@ class Journal:
         while self._held > self._max_held and len(self._touches) > 1:
             self._held -= self._touches.popleft().weight
 
-    def history(self, pool: str, page: int, limit: int = 6) -> list[str]:
-        """The last operations on one page, newest first. Reads the device: for reports only."""
+    def history(
+        self,
+        pool: str,
+        page: int,
+        written: Sequence[tuple[int, int]] = (),
+        limit: int = 6,
+    ) -> list[str]:
+        """The last operations on one page, newest first. Reads the device: for reports only.
+
+        ``written`` is what the compiled books remember of the page: serials, newest first, and 1
+        for a free.
+        """
         found: dict[tuple[int, str], str] = {}
         for touch in reversed(self._touches):
             if touch.pool != pool:
@@ -123,11 +163,18 @@ class Journal:
             for position in (touch.pages == page).nonzero().reshape(-1).tolist():
                 operation = touch.operations[bisect_right(touch.ends, position)]
                 found[operation.serial, touch.verb] = f"{touch.verb} by {operation}"
+        for serial, freed in written[:limit]:
+            verb, known = "freed" if freed else "allocated", self.find(serial)
+            if known is not None:
+                found[serial, verb] = f"{verb} by {known}"
         # Of one operation the free comes after the allocation.
         return [found[key] for key in sorted(found, reverse=True)[:limit]]
 
     def find(self, serial: int) -> Operation | None:
         """The operation with this serial, or None where it has left the journal."""
+        fields = self.steps.find(serial) if self.steps is not None else None
+        if fields is not None:
+            return Operation(*fields)
         if not self._operations:
             return None
         offset = serial - self._operations[0].serial

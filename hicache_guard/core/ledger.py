@@ -5,8 +5,7 @@ a page that is freed and handed out again has a larger generation, and anything 
 known to be stale by one comparison. A freed page holds ``FREED`` plus the serial of the operation
 that freed it, which is larger than every stamp: "live" and "not older than" are the same test.
 
-All methods are vectorised torch with shapes fixed by their inputs; none reads the device. Those
-that take what many notes name (``Gathered``, never empty) may be compiled; see ``compiled``.
+All methods are vectorised torch with shapes fixed by their inputs; none reads the device.
 """
 
 from __future__ import annotations
@@ -18,10 +17,12 @@ import torch
 from hicache_guard.core.gathered import Gathered
 from hicache_guard.core.undo import UndoLogs
 
-#: Added to the serial of a free. Serials stay below it; see ``rebase``.
+#: Added to the serial of a free.
 FREED = 1 << 30
-#: Whether something is so: a 0-dim bool on the ledger's device, or known to the host already.
-Answer = torch.Tensor | bool
+#: Added besides to a page that was freed rightly and is still on its way to the free list.
+QUEUED = 1 << 29
+#: The serial in a generation. Serials stay below; see ``rebase``.
+SERIAL = QUEUED - 1
 #: Elements of a count that is kept instead of being made anew for each check.
 _ORDER = 1 << 16
 
@@ -63,9 +64,8 @@ class PageLedger:
         self.born = torch.full((pages + 2,), FREED, dtype=torch.int32, device=device)
         self._claims = torch.zeros(pages + 2, dtype=torch.int32, device=device)
         # How many leading slots of a page its last free named; a page of one slot has no parts.
-        self._named = (
-            torch.zeros(pages + 2, dtype=torch.int32, device=device) if page_size > 1 else None
-        )
+        parted = pages + 2 if page_size > 1 else 0
+        self.named = torch.zeros(parted, dtype=torch.int32, device=device)
 
     def pages_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Page ids (int64) of slot indices; below the pool is page 0, beyond it ``outside``.
@@ -128,6 +128,11 @@ class PageLedger:
         else:
             self.born.scatter_(0, pages, serial | FREED)
 
+    def queue(self, pages: torch.Tensor, serial: int) -> None:
+        """As ``release``, of pages that come to the free list later; only page 0 may not be one."""
+        self.release(pages, QUEUED | serial)
+        self.born[:1].fill_(FREED)
+
     def release_named(self, named: Gathered) -> torch.Tensor:
         """End the generation of the pages that are named; returns the page of each item."""
         pages = named.pages_in(self)
@@ -154,11 +159,11 @@ class PageLedger:
     # Of many slots that are nearly always in order only "is any of them not?" is asked first. A
     # difference and its largest element cost a fourth of a comparison and a count of its mask.
 
-    def any_dead(self, named: Gathered) -> Answer:
+    def any_dead(self, named: Gathered) -> torch.Tensor:
         """Whether a page that is named is not live."""
         return self.generations(named.pages_in(self)).max() >= FREED
 
-    def any_repeated(self, named: list[Gathered], *, besides_padding: bool = False) -> Answer:
+    def any_repeated(self, named: list[Gathered], *, besides_padding: bool = False) -> torch.Tensor:
         """Whether a page is named twice by all of ``named``; page 0 may be ``besides_padding``."""
         parts = [part.pages_in(self) for part in named]
         pages = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -167,7 +172,7 @@ class PageLedger:
         order, claimed = self._claim(pages)
         return any_differs(claimed, order)
 
-    def any_not_among(self, named: Gathered, allowed: list[Gathered]) -> Answer:
+    def any_not_among(self, named: Gathered, allowed: list[Gathered]) -> torch.Tensor:
         """Whether a page that is named is page 0, or not among those ``allowed``."""
         pages = named.pages_in(self)
         self._claims.index_fill_(0, pages, 0)
@@ -176,7 +181,9 @@ class PageLedger:
         self._claims[:1].zero_()
         return self._claims.index_select(0, pages).min() < 1
 
-    def any_wrong_release(self, due: Releases, *, vet_freed: bool, some_empty: bool) -> Answer:
+    def any_wrong_release(
+        self, due: Releases, *, vet_freed: bool, some_empty: bool
+    ) -> torch.Tensor:
         """Whether any page is freed twice, while it is free, or comes without a free.
 
         ``vet_freed`` where what frees name must be live, ``some_empty`` where page 0 stands for
@@ -201,28 +208,28 @@ class PageLedger:
         The earlier free named the first k slots of the page; this call names none of those. Where
         the page was handed out again in between, freeing it now would take it from its new owner.
         """
-        if self._named is None:
+        if self.page_size == 1:
             return torch.zeros_like(pages, dtype=torch.bool)
         offsets = self._offsets(slots, pages)
         self._claims.index_fill_(0, pages, self.page_size)
         self._claims.scatter_reduce_(0, pages, offsets, "amin")
         first = self._claims.index_select(0, pages)
-        named = self._named.index_select(0, pages)
+        named = self.named.index_select(0, pages)
         return (named > 0) & (first >= named)
 
     def note_named(self, slots: torch.Tensor, pages: torch.Tensor) -> None:
         """Remember how far into each page the slots of this free reach."""
-        if self._named is None:
+        if self.page_size == 1:
             return
-        self._undo.save(self._named, pages)
-        self._named.index_fill_(0, pages, 0)
-        self._named.scatter_reduce_(0, pages, self._offsets(slots, pages) + 1, "amax")
+        self._undo.save(self.named, pages)
+        self.named.index_fill_(0, pages, 0)
+        self.named.scatter_reduce_(0, pages, self._offsets(slots, pages) + 1, "amax")
 
     def name_whole(self, pages: torch.Tensor) -> None:
         """Remember that a free named every slot of ``pages`` (int64 page ids in 0..``outside``)."""
-        if self._named is not None:
-            self._undo.save(self._named, pages)
-            self._named.index_fill_(0, pages, self.page_size)
+        if self.page_size > 1:
+            self._undo.save(self.named, pages)
+            self.named.index_fill_(0, pages, self.page_size)
 
     def _offsets(self, slots: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         return (slots - pages * self.page_size).clamp_(0, self.page_size - 1).to(torch.int32)
@@ -234,21 +241,20 @@ class PageLedger:
             self.pages, self.outside = pages, pages + 1
             self.born = torch.empty(pages + 2, dtype=torch.int32, device=device)
             self._claims = torch.zeros(pages + 2, dtype=torch.int32, device=device)
-            if self._named is not None:
-                self._named = torch.zeros(pages + 2, dtype=torch.int32, device=device)
+            if self.page_size > 1:
+                self.named = torch.zeros(pages + 2, dtype=torch.int32, device=device)
         self.born.fill_(FREED | serial)
-        if self._named is not None:
-            self._named.zero_()
+        if self.page_size > 1:
+            self.named.zero_()
 
     def rebase(self, shift: int) -> None:
-        """Subtract ``shift`` from every serial, once in 2**30 operations; none falls below 1."""
-        freed = self.born & FREED
-        self.born.copy_(((self.born & (FREED - 1)) - shift).clamp_(min=1) | freed)
+        """Subtract ``shift`` from every serial, once in 2**29 operations; none falls below 1."""
+        state = self.born & (FREED | QUEUED)
+        self.born.copy_(((self.born & SERIAL) - shift).clamp_(min=1) | state)
 
     def nbytes(self) -> int:
         """Bytes of device memory held."""
-        held = [self.born, self._claims] + ([self._named] if self._named is not None else [])
-        return sum(tensor.nbytes for tensor in held)
+        return self.born.nbytes + self._claims.nbytes + self.named.nbytes
 
     def among(self, pages: torch.Tensor, named: torch.Tensor) -> torch.Tensor:
         """Mask (bool) of ``pages`` that occur in ``named`` (int64 both); page 0 never does."""
@@ -263,12 +269,6 @@ def any_differs(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (one - other).abs_().max() > 0
 
 
-_YES, _NO = torch.tensor(True), torch.tensor(False)
-
-
-def any_of(answers: list[Answer]) -> torch.Tensor:
+def any_of(answers: list[torch.Tensor]) -> torch.Tensor:
     """Whether (0-dim bool) one of the answers is yes."""
-    if True in [answer for answer in answers if isinstance(answer, bool)]:
-        return _YES
-    asked = [answer for answer in answers if isinstance(answer, torch.Tensor)]
-    return torch.stack(asked).any() if asked else _NO
+    return torch.stack(answers).any()

@@ -42,21 +42,21 @@ class UndoLogs:
     """The logs that are open now; a write saves into each of them."""
 
     def __init__(self) -> None:
-        self._open: list[UndoLog] = []
+        self.open_now: list[UndoLog] = []
 
     def open(self) -> UndoLog:
         log = UndoLog()
-        self._open.append(log)
+        self.open_now.append(log)
         return log
 
     def close(self, log: UndoLog) -> None:
-        self._open = [other for other in self._open if other is not log]
+        self.open_now = [other for other in self.open_now if other is not log]
 
     def save(self, tensor: torch.Tensor, index: torch.Tensor) -> None:
-        for log in self._open:
+        for log in self.open_now:
             log.save(tensor, index)
             if log.full:
                 self.close(log)
 
     def __bool__(self) -> bool:
-        return bool(self._open)
+        return bool(self.open_now)

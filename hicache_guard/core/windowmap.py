@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 
 from hicache_guard.core.gathered import Gathered
-from hicache_guard.core.ledger import FREED, Answer, PageLedger, any_differs
+from hicache_guard.core.ledger import FREED, PageLedger, any_differs
 from hicache_guard.core.undo import UndoLogs
 
 
@@ -36,7 +36,8 @@ class WindowMap:
         self._full = full
         self._window = window
         self._undo = undo
-        self._seen = mapping._version
+        #: The version of the mapping after the last write that came through a seam.
+        self.seen = mapping._version
         self._allocate()
 
     def _allocate(self) -> None:
@@ -54,11 +55,11 @@ class WindowMap:
 
     def unseen_writes(self, mapping: torch.Tensor) -> bool:
         """Whether ``mapping`` was replaced or written since ``acknowledge``. Host only."""
-        return mapping is not self.mapping or mapping._version != self._seen
+        return mapping is not self.mapping or mapping._version != self.seen
 
     def acknowledge(self) -> None:
         """Declare every write so far as having come through the seams."""
-        self._seen = self.mapping._version
+        self.seen = self.mapping._version
 
     def adopt(self, mapping: torch.Tensor) -> None:
         """Refer to another mapping tensor from now on; its entries are unproved until written."""
@@ -128,7 +129,9 @@ class WindowMap:
 
     # Of many entries that nearly always hold only "does any of them not?" is asked first.
 
-    def any_wrong_entry(self, rows: Gathered, entries: Gathered, *, some_empty: bool) -> Answer:
+    def any_wrong_entry(
+        self, rows: Gathered, entries: Gathered, *, some_empty: bool
+    ) -> torch.Tensor:
         """Whether one of ``rows[i] -> entries[i]`` is out of range or not proved.
 
         An empty entry is no fault where ``some_empty``.
@@ -155,7 +158,7 @@ class WindowMap:
 
     def any_not_continued(
         self, slots: Gathered, window: Gathered, lengths: Gathered, *, back: int = 0
-    ) -> Answer:
+    ) -> torch.Tensor:
         """Whether a request continues after an entry that is empty or not proved.
 
         It continues after the entry ``back`` before ``slots[i] -> window[i]``, unless its page is
@@ -167,7 +170,7 @@ class WindowMap:
         entries = torch.where(continues, window.items - back, 0)
         return (~self.proved(rows, entries) | (continues & (entries == 0))).any()
 
-    def any_mapped(self, slots: Gathered) -> Answer:
+    def any_mapped(self, slots: Gathered) -> torch.Tensor:
         """Whether a row of one of the full pages of ``slots`` has a window slot."""
         rows = self._full.rows_of(slots.pages_in(self._full))
         rows = rows.clamp(max=self.mapping.shape[0] - 2)

@@ -6,6 +6,7 @@ waited for) takes its place, so that a CPU behaves as a busy GPU does.
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from hicache_guard.adapters.hooks import running_version
-from hicache_guard.core import backlog, translation, verdict
+from hicache_guard.core import backlog, compiled, translation, verdict
 from hicache_guard.repro import pools
 from real.driver import Pair, raw_free, sub_allocators
 
@@ -42,7 +43,8 @@ class Withheld(verdict.HostCopy):
 
 
 def withhold() -> None:
-    """From now on nothing arrives by itself."""
+    """From now on nothing arrives by itself, and nothing is compiled: as on a device."""
+    os.environ[compiled.SWITCH] = "0"
     for module in (verdict, backlog, translation):
         module.HostCopy = Withheld  # type: ignore[attr-defined]
     Withheld.released, Withheld.waits = False, 0

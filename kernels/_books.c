@@ -1,0 +1,749 @@
+/*
+ * The guard's books on a CPU: "is this plainly in order?", asked and written down in one pass.
+ *
+ * Where hicache_guard/core notes what an operation did and checks many notes in bulk, a loop in C
+ * checks each operation at once, from the caller's own tensors, for less than keeping copies of them
+ * would cost. A question that is answered with yes has been written down; after a no nothing has
+ * changed, and the torch code of core/guard.py judges the operation slot by slot. What is asked is
+ * defined there and in core/ledger.py and core/windowmap.py; core/compiled.py lists the questions.
+ *
+ * Every slot is whatever a caller handed in: it is checked or clamped against the books before it is
+ * followed. No address is kept but those of the books, whose buffers are held.
+ *
+ * Names: "born", "claims", "named", "stamp" and "owner" are the int32 books. The last page of a
+ * ledger, "outside", stands for every page beyond the pool.
+ */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+#include <string.h>
+
+#define FREED (INT32_C(1) << 30)
+#define QUEUED (INT32_C(1) << 29)
+/* What is remembered of operations: how many touches, and how many runs of pages in all of them. */
+#define TOUCHES 8192
+#define RUNS (INT64_C(1) << 17)
+
+/* -- tensors ---------------------------------------------------------------------------------- */
+
+/* Given by prepare(): torch's dtypes, and what makes any tensor one that can be read here. */
+static PyObject *int32_type, *int64_type, *fitted;
+static PyObject *name_dtype, *name_is_cpu, *name_is_contiguous, *name_numel, *name_data_ptr;
+
+static PyObject *prepare(PyObject *self, PyObject *args)
+{
+    PyObject *narrow, *wide, *fit;
+    (void)self;
+    if (!PyArg_ParseTuple(args, "OOO", &narrow, &wide, &fit))
+        return NULL;
+    Py_INCREF(narrow);
+    Py_INCREF(wide);
+    Py_INCREF(fit);
+    Py_XSETREF(int32_type, narrow);
+    Py_XSETREF(int64_type, wide);
+    Py_XSETREF(fitted, fit);
+    Py_RETURN_NONE;
+}
+
+/* The items of a tensor, for the time of one call; `kept` holds it where it had to be made. */
+typedef struct {
+    const void *at;
+    int64_t count;
+    int wide; /* int64, else int32 */
+    PyObject *kept;
+} Items;
+
+static int is_true(PyObject *found)
+{
+    int yes = found ? PyObject_IsTrue(found) : -1;
+    Py_XDECREF(found);
+    return yes;
+}
+
+static int as_int64(PyObject *found, int64_t *value)
+{
+    if (!found)
+        return -1;
+    *value = PyLong_AsLongLong(found);
+    Py_DECREF(found);
+    return *value == -1 && PyErr_Occurred() ? -1 : 0;
+}
+
+/* Whether a tensor can be read as it lies: int32 or int64, contiguous, on the CPU; -1 for errors. */
+static int readable(PyObject *tensor, int *wide)
+{
+    PyObject *type = PyObject_GetAttr(tensor, name_dtype);
+    if (!type)
+        return -1;
+    *wide = type == int64_type;
+    int fits = *wide || type == int32_type;
+    Py_DECREF(type);
+    if (fits)
+        fits = is_true(PyObject_GetAttr(tensor, name_is_cpu));
+    if (fits == 1)
+        fits = is_true(PyObject_CallMethodNoArgs(tensor, name_is_contiguous));
+    return fits;
+}
+
+static int read_items(PyObject *tensor, Items *items)
+{
+    int fits = readable(tensor, &items->wide);
+    if (fits < 0)
+        return -1;
+    if (fits) {
+        Py_INCREF(tensor);
+    } else {
+        if (!fitted) {
+            PyErr_SetString(PyExc_RuntimeError, "prepare() was not called");
+            return -1;
+        }
+        tensor = PyObject_CallOneArg(fitted, tensor);
+        fits = tensor ? readable(tensor, &items->wide) : -1;
+        if (fits < 1) {
+            Py_XDECREF(tensor);
+            if (!fits)
+                PyErr_SetString(PyExc_TypeError, "a tensor that cannot be read");
+            return -1;
+        }
+    }
+    int64_t address;
+    if (as_int64(PyObject_CallMethodNoArgs(tensor, name_numel), &items->count) < 0 ||
+        as_int64(PyObject_CallMethodNoArgs(tensor, name_data_ptr), &address) < 0) {
+        Py_DECREF(tensor);
+        return -1;
+    }
+    items->at = (const void *)(intptr_t)address;
+    items->kept = tensor;
+    return 0;
+}
+
+static inline int64_t item(const Items *items, int64_t k)
+{
+    return items->wide ? ((const int64_t *)items->at)[k] : ((const int32_t *)items->at)[k];
+}
+
+/* -- books ------------------------------------------------------------------------------------ */
+
+typedef struct {
+    int32_t *at;
+    int64_t count;
+} Array;
+
+typedef struct {
+    int32_t first, last;
+} Run;
+
+typedef struct {
+    int64_t start, end; /* of its runs, among all that were ever written */
+    int32_t serial;
+    int side, freed;
+} Touch;
+
+enum { FULL, WINDOW };
+enum { BORN_FULL, BORN_WINDOW, NAMED, STAMP, OWNER, ARRAYS };
+
+typedef struct {
+    PyObject_HEAD
+    Py_buffer views[ARRAYS];
+    Array array[ARRAYS];
+    int64_t size;
+    int shift; /* page size as a power of two; -1 for none */
+    int32_t *before; /* what this call overwrote, in case that it says no */
+    int64_t room;
+    Touch *touches;
+    int64_t touched;
+    Run *runs;
+    int64_t written;
+} Books;
+
+static int take_array(Books *self, int which, PyObject *from)
+{
+    Py_buffer *view = &self->views[which];
+    if (PyObject_GetBuffer(from, view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | PyBUF_WRITABLE) < 0)
+        return -1;
+    const char *format = view->format ? view->format : "B";
+    if (view->itemsize != 4 || !format[0] || format[1] || !strchr("il", format[0])) {
+        PyErr_Format(PyExc_TypeError, "a book of int32 is expected, not of %s", format);
+        return -1;
+    }
+    self->array[which].at = view->buf;
+    self->array[which].count = view->len / 4;
+    return 0;
+}
+
+/* Books(page_size, born_full, born_window, named, stamp, owner) */
+static PyObject *books_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    long long size;
+    PyObject *from[ARRAYS];
+    if (kwargs && PyDict_GET_SIZE(kwargs)) {
+        PyErr_SetString(PyExc_TypeError, "Books takes no keywords");
+        return NULL;
+    }
+    if (!PyArg_ParseTuple(args, "LOOOOO", &size, &from[0], &from[1], &from[2], &from[3], &from[4]))
+        return NULL;
+    Books *self = (Books *)type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
+    for (int which = 0; which < ARRAYS; which++)
+        if (take_array(self, which, from[which]) < 0) {
+            Py_DECREF(self);
+            return NULL;
+        }
+    const Array *array = self->array;
+    if (size < 1 || array[BORN_FULL].count < 2 || array[BORN_WINDOW].count < 2 ||
+        array[STAMP].count < 2 || array[OWNER].count < 1 ||
+        (size > 1 && array[NAMED].count != array[BORN_FULL].count)) {
+        Py_DECREF(self);
+        PyErr_SetString(PyExc_ValueError, "Books: sizes do not fit");
+        return NULL;
+    }
+    self->size = size;
+    self->shift = -1;
+    if ((size & (size - 1)) == 0)
+        for (self->shift = 0; INT64_C(1) << self->shift < size;)
+            self->shift++;
+    self->touches = PyMem_Calloc(TOUCHES, sizeof(Touch));
+    self->runs = PyMem_Malloc(RUNS * sizeof(Run));
+    if (!self->touches || !self->runs) {
+        Py_DECREF(self);
+        return PyErr_NoMemory();
+    }
+    return (PyObject *)self;
+}
+
+static void books_dealloc(PyObject *object)
+{
+    Books *self = (Books *)object;
+    for (int which = 0; which < ARRAYS; which++)
+        if (self->views[which].obj)
+            PyBuffer_Release(&self->views[which]);
+    PyMem_Free(self->before);
+    PyMem_Free(self->touches);
+    PyMem_Free(self->runs);
+    Py_TYPE(object)->tp_free(object);
+}
+
+static inline int64_t clamp(int64_t value, int64_t most)
+{
+    return value < 0 ? 0 : value > most ? most : value;
+}
+
+/* What the loops read of the books, in the caller's own memory: stores into a book could change the
+ * Books themselves for all that a compiler knows, and everything would be read anew for each slot. */
+typedef struct {
+    int64_t size, outside[2], stamps, owners;
+    int32_t *born[2], *named, *stamp, *owner;
+    int shift;
+} View;
+
+static View view_of(const Books *self)
+{
+    const Array *array = self->array;
+    return (View){
+        .size = self->size,
+        .outside = {array[BORN_FULL].count - 1, array[BORN_WINDOW].count - 1},
+        .stamps = array[STAMP].count,
+        .owners = array[OWNER].count,
+        .born = {array[BORN_FULL].at, array[BORN_WINDOW].at},
+        .named = array[NAMED].at,
+        .stamp = array[STAMP].at,
+        .owner = array[OWNER].at,
+        .shift = self->shift,
+    };
+}
+
+/* The page of a slot; 0 below the pool, `outside` beyond it. */
+static inline int64_t page_of(const View *view, int64_t slot, int64_t outside)
+{
+    if (slot < 0)
+        return 0;
+    int64_t page = view->shift >= 0 ? slot >> view->shift : slot / view->size;
+    return page > outside ? outside : page;
+}
+
+static inline int64_t inside_page(const View *view, int64_t slot)
+{
+    return view->shift >= 0 ? slot & (view->size - 1) : slot % view->size;
+}
+
+/* Room to keep `count` values that a call overwrites. */
+static int make_room(Books *self, int64_t count)
+{
+    if (count <= self->room)
+        return 0;
+    int32_t *more = PyMem_Realloc(self->before, (size_t)count * sizeof(int32_t));
+    if (!more) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    self->before = more;
+    self->room = count;
+    return 0;
+}
+
+/* Whether the entry row -> slot is proved; both within the books, the entry not empty. */
+static inline int proves(const View *view, int64_t row, int64_t slot)
+{
+    int32_t stamp = view->stamp[row];
+    int32_t born = view->born[FULL][page_of(view, row, view->outside[FULL])];
+    int32_t far = view->born[WINDOW][page_of(view, slot, view->outside[WINDOW])];
+    return (stamp >= far) & ((stamp >= born) | (born >= FREED)) &
+           (view->owner[slot] == (int32_t)row);
+}
+
+/* -- the journal's part ----------------------------------------------------------------------- */
+
+/* The pages that an operation touched on one side, as they come; mostly in their order. */
+typedef struct {
+    Books *books;
+    Run run; /* none yet where it ends before it begins */
+    int64_t start;
+} Touching;
+
+static inline Touching touching(Books *self)
+{
+    return (Touching){self, {0, -1}, self->written};
+}
+
+static inline void end_run(Touching *now)
+{
+    if (now->run.last >= now->run.first)
+        now->books->runs[now->books->written++ & (RUNS - 1)] = now->run;
+}
+
+static inline void touch_page(Touching *now, int64_t page)
+{
+    if (page == (int64_t)now->run.last + 1) {
+        now->run.last++;
+        return;
+    }
+    end_run(now);
+    now->run = (Run){(int32_t)page, (int32_t)page};
+}
+
+/* Remember it. What is never ended leaves runs that nothing refers to. */
+static void end_touch(Touching *now, int side, int freed, int32_t serial)
+{
+    Books *self = now->books;
+    end_run(now);
+    self->touches[self->touched++ % TOUCHES] =
+        (Touch){now->start, self->written, serial, side, freed};
+}
+
+/* touched(side, page): [(serial, freed)] of the touches of a page that are remembered, newest first. */
+static PyObject *touched(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    Books *self = (Books *)object;
+    if (given != 2)
+        return PyErr_Format(PyExc_TypeError, "touched takes 2 arguments");
+    long long side = PyLong_AsLongLong(args[0]), page = PyLong_AsLongLong(args[1]);
+    if (PyErr_Occurred())
+        return NULL;
+    PyObject *found = PyList_New(0);
+    for (int64_t k = self->touched - 1; found && k >= 0 && k >= self->touched - TOUCHES; k--) {
+        const Touch *touch = &self->touches[k % TOUCHES];
+        int64_t at = self->written - RUNS;
+        if (touch->side != side)
+            continue;
+        for (at = at > touch->start ? at : touch->start; at < touch->end; at++) {
+            const Run *run = &self->runs[at & (RUNS - 1)];
+            if (run->first <= page && page <= run->last) {
+                PyObject *one = Py_BuildValue("(ii)", touch->serial, touch->freed);
+                if (!one || PyList_Append(found, one) < 0)
+                    Py_CLEAR(found);
+                Py_XDECREF(one);
+                break;
+            }
+        }
+    }
+    return found;
+}
+
+/* -- arguments -------------------------------------------------------------------------------- */
+
+#define MAX_TENSORS 3
+
+typedef struct {
+    Items items[MAX_TENSORS];
+    int64_t number[2];
+} Arguments;
+
+static void let_go(Arguments *read)
+{
+    for (int k = 0; k < MAX_TENSORS; k++)
+        Py_CLEAR(read->items[k].kept);
+}
+
+/* Reads `tensors` tensors and then `numbers` numbers. */
+static int read_arguments(Arguments *read, PyObject *const *args, Py_ssize_t given, int tensors,
+                          int numbers)
+{
+    memset(read, 0, sizeof *read);
+    if (given != tensors + numbers) {
+        PyErr_Format(PyExc_TypeError, "expected %d arguments, found %zd", tensors + numbers, given);
+        return -1;
+    }
+    for (int k = 0; k < tensors; k++)
+        if (read_items(args[k], &read->items[k]) < 0) {
+            let_go(read);
+            return -1;
+        }
+    for (int k = 0; k < numbers; k++) {
+        read->number[k] = PyLong_AsLongLong(args[tensors + k]);
+        if (read->number[k] == -1 && PyErr_Occurred()) {
+            let_go(read);
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static PyObject *refuse(Arguments *read, const char *why)
+{
+    let_go(read);
+    PyErr_SetString(PyExc_ValueError, why);
+    return NULL;
+}
+
+static PyObject *answer(Arguments *read, int yes)
+{
+    let_go(read);
+    return PyBool_FromLong(yes);
+}
+
+#define READ(tensors, numbers)                                                                     \
+    Books *self = (Books *)object;                                                                 \
+    Arguments read;                                                                                \
+    if (read_arguments(&read, args, given, tensors, numbers) < 0)                                  \
+        return NULL;
+
+static int is_mapping(const Items *mapping)
+{
+    return mapping->wide && mapping->count > 1;
+}
+
+/* -- allocations ------------------------------------------------------------------------------ */
+
+/* Start a generation of the pages that begin in `slots`. */
+static void hand_out(Books *self, int side, const Items *slots, int32_t serial)
+{
+    const View view = view_of(self);
+    const Items from = *slots;
+    int32_t *born = view.born[side];
+    int64_t outside = view.outside[side];
+    Touching now = touching(self);
+    for (int64_t k = 0; k < from.count; k++) {
+        int64_t slot = item(&from, k), page = page_of(&view, slot, outside);
+        if (page == 0 || page == outside || inside_page(&view, slot))
+            continue;
+        born[page] = serial;
+        touch_page(&now, page);
+    }
+    end_touch(&now, side, 0, serial);
+}
+
+/* took(full, window, serial): an allocation returned the slots `full` and mapped the last of them to
+ * `window`, in their order. A new page is taken from its first slot on. */
+static PyObject *took(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    READ(2, 1)
+    const Items *full = &read.items[0], *window = &read.items[1];
+    int32_t serial = (int32_t)read.number[0];
+    int64_t first = full->count - window->count;
+    if (first < 0)
+        return refuse(&read, "took: more window slots than full slots");
+    const View view = view_of(self);
+    const Items rows = *full, slots = *window;
+    for (int64_t k = 0; k < slots.count; k++) {
+        int64_t row = clamp(item(&rows, first + k), view.stamps - 1);
+        view.stamp[row] = serial;
+        view.owner[clamp(item(&slots, k), view.owners - 1)] = (int32_t)row;
+    }
+    hand_out(self, FULL, full, serial);
+    hand_out(self, WINDOW, window, serial);
+    return answer(&read, 1);
+}
+
+/* continued(last, lengths, mapping, less): whether each request that goes on inside a page, after the
+ * slot `last` (none below 0) with its length `less` `less`, has a proved entry there. */
+static PyObject *continued(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    READ(3, 1)
+    const Items *last = &read.items[0], *lengths = &read.items[1], *mapping = &read.items[2];
+    if (last->count != lengths->count || !is_mapping(mapping))
+        return refuse(&read, "continued: sizes do not fit");
+    const View view = view_of(self);
+    int64_t rows = mapping->count < view.stamps ? mapping->count : view.stamps;
+    int right = 1;
+    for (int64_t k = 0; k < last->count && right; k++) {
+        int64_t row = item(last, k);
+        if (row < 0 || !inside_page(&view, item(lengths, k) - read.number[0]))
+            continue;
+        row = clamp(row, rows - 2);
+        int64_t entry = item(mapping, row);
+        right = entry > 0 && entry < view.owners && proves(&view, row, entry);
+    }
+    return answer(&read, right);
+}
+
+/* -- frees ------------------------------------------------------------------------------------ */
+
+enum { FREES_FULL = 1, FREES_WINDOW = 2, ALL_MAPPED = 4, PEERS_FOLLOW = 8 };
+
+/* Whether no row of a full page has an entry; the last row stands for those beyond. */
+static inline int is_unmapped(const View *view, const Items *mapping, int64_t page)
+{
+    for (int64_t row = page * view->size; row < (page + 1) * view->size; row++)
+        if (item(mapping, clamp(row, mapping->count - 2)) > 0)
+            return 0;
+    return 1;
+}
+
+/* The page of a full slot that is to be freed, or 0 where it may not be. */
+static inline int64_t full_page(const View *view, const Items *mapping, int64_t slot, int what)
+{
+    int64_t outside = view->outside[FULL], page = page_of(view, slot, outside);
+    if (page == outside || view->born[FULL][page] >= FREED)
+        return 0;
+    if (!(what & (FREES_WINDOW | PEERS_FOLLOW)) && !is_unmapped(view, mapping, page))
+        return 0;
+    return page;
+}
+
+/* The window page that a full slot leads to, 0 for none, or -1 where it may not be freed. */
+static inline int64_t window_page(const View *view, const Items *mapping, int64_t slot, int what)
+{
+    if (slot < 0 || slot > mapping->count - 2 || slot > view->stamps - 2)
+        return -1;
+    int64_t entry = item(mapping, slot);
+    if (entry == 0)
+        return what & ALL_MAPPED ? -1 : 0;
+    if (entry < 0 || entry >= view->owners || !proves(view, slot, entry))
+        return -1;
+    return page_of(view, entry, view->outside[WINDOW]);
+}
+
+/* End the generation of the pages that a free names on one side, as far as it may free them: how many
+ * of the `heads` that is. `before` keeps what they were. */
+static int64_t end_pages(Books *self, int side, const Items *slots, const Items *mapping, int what,
+                         int32_t serial, int32_t *before, int64_t heads)
+{
+    const View view = view_of(self);
+    const Items from = *slots, entries = *mapping;
+    int32_t *born = view.born[side], mark = FREED | QUEUED | serial;
+    Touching now = touching(self);
+    int64_t k = 0;
+    for (; k < heads; k++) {
+        int64_t slot = item(&from, k * view.size), page;
+        if (side == WINDOW) {
+            page = window_page(&view, &entries, slot, what);
+            if (page < 0)
+                return k;
+        } else {
+            page = full_page(&view, &entries, slot, what);
+            if (page == 0)
+                return k;
+        }
+        before[k] = born[page];
+        if (page) {
+            born[page] = mark;
+            touch_page(&now, page);
+        }
+    }
+    end_touch(&now, side, 1, serial);
+    return k;
+}
+
+/* Take back what end_pages() did to the first `done` heads. */
+static void revive_pages(const View *view, int side, const Items *slots, const Items *mapping,
+                         const int32_t *before, int64_t done)
+{
+    while (done--) {
+        int64_t slot = item(slots, done * view->size);
+        int64_t named = side == WINDOW ? item(mapping, slot) : slot;
+        view->born[side][page_of(view, named, view->outside[side])] = before[done];
+    }
+}
+
+/* freed(slots, mapping, what, serial): whether a free may be let run. `slots` are consecutive from a
+ * page boundary, or of one-slot pages. `what`: 1 it frees the full side, 2 the window side through
+ * the mapping, 4 every entry must lead somewhere, 8 of the full side alone: its window peers may
+ * still be there. The pages are free from now on, and on their way to the free list; so a page that
+ * is named twice is free already when it is named again. */
+static PyObject *freed(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    READ(2, 2)
+    const Items *slots = &read.items[0], *mapping = &read.items[1];
+    const View view = view_of(self);
+    int what = (int)read.number[0];
+    int32_t serial = (int32_t)read.number[1];
+    if (!is_mapping(mapping))
+        return refuse(&read, "freed: not a mapping");
+    int64_t heads = (slots->count + view.size - 1) / view.size, windows = 0;
+    if (make_room(self, 2 * heads) < 0) {
+        let_go(&read);
+        return NULL;
+    }
+    int32_t *before = self->before;
+    /* The window side first: what proves an entry is that its full page is live, too. */
+    if (what & FREES_WINDOW) {
+        windows = end_pages(self, WINDOW, slots, mapping, what, serial, before, heads);
+        if (windows < heads) {
+            revive_pages(&view, WINDOW, slots, mapping, before, windows);
+            return answer(&read, 0);
+        }
+    }
+    if (what & FREES_FULL) {
+        int64_t done = end_pages(self, FULL, slots, mapping, what, serial, before + heads, heads);
+        if (done < heads) {
+            revive_pages(&view, FULL, slots, mapping, before + heads, done);
+            revive_pages(&view, WINDOW, slots, mapping, before, windows);
+            self->touched -= windows > 0;
+            return answer(&read, 0);
+        }
+        if (view.size > 1)
+            for (int64_t k = 0; k < heads; k++) {
+                int64_t slot = item(slots, k * view.size);
+                int64_t reach = inside_page(&view, slot) + slots->count - k * view.size;
+                view.named[page_of(&view, slot, view.outside[FULL])] =
+                    (int32_t)clamp(reach, view.size);
+            }
+    }
+    return answer(&read, 1);
+}
+
+/* The page of what enters a free list: of a page id (`pages`) or a slot. */
+static inline int64_t page_in(const View *view, int64_t named, int64_t outside, int pages)
+{
+    return pages ? clamp(named, outside) : page_of(view, named, outside);
+}
+
+/* came(items, side, pages): whether all that enters a free list was freed before and is on its way
+ * there, each page once. `pages` for page ids, else slots. */
+static PyObject *came(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    READ(1, 2)
+    const View view = view_of(self);
+    const Items items = read.items[0];
+    int side = read.number[0] != 0, pages = read.number[1] != 0;
+    int32_t *born = view.born[side];
+    int64_t outside = view.outside[side], k = 0;
+    for (; k < items.count; k++) {
+        int64_t page = page_in(&view, item(&items, k), outside, pages);
+        if (page == 0 || page == outside || born[page] < (FREED | QUEUED))
+            break;
+        born[page] &= ~QUEUED;
+    }
+    int right = k == items.count;
+    while (!right && k--)
+        born[page_in(&view, item(&items, k), outside, pages)] |= QUEUED;
+    return answer(&read, right);
+}
+
+/* came_alone(items, side_and_pages, serial): whether what enters a free list with no free behind it is
+ * live, each page once. Side 0 or 1, and 2 for page ids. The pages are free from now on. */
+static PyObject *came_alone(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    READ(1, 2)
+    const View view = view_of(self);
+    const Items items = read.items[0];
+    int side = read.number[0] & 1, pages = read.number[0] >> 1 & 1;
+    int32_t *born = view.born[side], serial = (int32_t)read.number[1];
+    int64_t outside = view.outside[side], k = 0;
+    if (make_room(self, items.count) < 0) {
+        let_go(&read);
+        return NULL;
+    }
+    Touching now = touching(self);
+    for (; k < items.count; k++) {
+        int64_t page = page_in(&view, item(&items, k), outside, pages);
+        if (page == 0 || page == outside || born[page] >= FREED)
+            break;
+        self->before[k] = born[page];
+        born[page] = FREED | serial;
+        touch_page(&now, page);
+    }
+    int right = k == items.count;
+    while (!right && k--)
+        born[page_in(&view, item(&items, k), outside, pages)] = self->before[k];
+    if (right)
+        end_touch(&now, side, 1, serial);
+    return answer(&read, right);
+}
+
+/* left_behind(slots, mapping): whether a free full page of `slots` still has a proved entry. */
+static PyObject *left_behind(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    READ(2, 0)
+    const View view = view_of(self);
+    const Items *slots = &read.items[0], *mapping = &read.items[1];
+    if (!is_mapping(mapping))
+        return refuse(&read, "left_behind: not a mapping");
+    int64_t rows = (mapping->count < view.stamps ? mapping->count : view.stamps) - 1;
+    int left = 0;
+    for (int64_t k = 0; k < slots->count && !left; k++) {
+        int64_t page = page_of(&view, item(slots, k), view.outside[FULL]);
+        if (page == 0 || page == view.outside[FULL] || view.born[FULL][page] < FREED)
+            continue;
+        for (int64_t row = page * view.size; row < (page + 1) * view.size && row < rows; row++) {
+            int64_t entry = item(mapping, row);
+            left |= entry > 0 && entry < view.owners && proves(&view, row, entry);
+        }
+    }
+    return answer(&read, left);
+}
+
+/* -- module ----------------------------------------------------------------------------------- */
+
+#define METHOD(function) {#function, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
+
+static PyMethodDef books_methods[] = {
+    METHOD(took),
+    METHOD(continued),
+    METHOD(freed),
+    METHOD(came),
+    METHOD(came_alone),
+    METHOD(left_behind),
+    METHOD(touched),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyTypeObject books_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "hicache_guard.kernels._books.Books",
+    .tp_basicsize = sizeof(Books),
+    .tp_flags = Py_TPFLAGS_DEFAULT,
+    .tp_methods = books_methods,
+    .tp_new = books_new,
+    .tp_dealloc = books_dealloc,
+};
+
+static PyMethodDef methods[] = {
+    {"prepare", prepare, METH_VARARGS, NULL},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    .m_base = PyModuleDef_HEAD_INIT,
+    .m_name = "_books",
+    .m_size = -1,
+    .m_methods = methods,
+};
+
+PyMODINIT_FUNC PyInit__books(void)
+{
+    name_dtype = PyUnicode_InternFromString("dtype");
+    name_is_cpu = PyUnicode_InternFromString("is_cpu");
+    name_is_contiguous = PyUnicode_InternFromString("is_contiguous");
+    name_numel = PyUnicode_InternFromString("numel");
+    name_data_ptr = PyUnicode_InternFromString("data_ptr");
+    if (!name_dtype || !name_is_cpu || !name_is_contiguous || !name_numel || !name_data_ptr)
+        return NULL;
+    if (PyType_Ready(&books_type) < 0)
+        return NULL;
+    PyObject *module = PyModule_Create(&definition);
+    if (module && PyModule_AddObjectRef(module, "Books", (PyObject *)&books_type) < 0)
+        Py_CLEAR(module);
+    return module;
+}
