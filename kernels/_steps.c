@@ -59,9 +59,12 @@ static PyObject *steps_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return PyErr_NoMemory();
     }
     for (; self->watched < count; self->watched++) {
-        PyObject *dict, *name;
-        if (!PyArg_ParseTuple(PyList_GET_ITEM(watched, self->watched), "O!U", &PyDict_Type, &dict,
-                              &name)) {
+        PyObject *dict, *name, *pair = PyList_GET_ITEM(watched, self->watched);
+        if (!PyTuple_Check(pair)) {
+            Py_DECREF(self);
+            return PyErr_Format(PyExc_TypeError, "Steps: pairs of a dictionary and a name");
+        }
+        if (!PyArg_ParseTuple(pair, "O!U", &PyDict_Type, &dict, &name)) {
             Py_DECREF(self);
             return NULL;
         }

@@ -18,6 +18,7 @@ import torch
 from hicache_guard.adapters import allocator, link, page_pool
 from hicache_guard.adapters.allocator import guard_of
 from hicache_guard.adapters.hooks import install, running_version
+from hicache_guard.core import compiled
 from hicache_guard.core.backlog import Backlog, Freed, Taken
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.ledger import FREED, PageLedger
@@ -36,12 +37,17 @@ Wrong = Callable[[], bool]
 
 @dataclass(frozen=True)
 class Mutant:
-    """``remove`` takes the check away; ``wrong`` runs its sequence and says if it went wrong."""
+    """``remove`` takes the check away; ``wrong`` runs its sequence and says if it went wrong.
+
+    ``collected`` for what only runs where checks are collected: on a device, and without the
+    compiled books, whose own mutations are in ``compiled_agreement.py``.
+    """
 
     name: str
     releases: tuple[str, ...]
     remove: Take
     wrong: Wrong
+    collected: bool = False
 
 
 def case(key: str, mode: str) -> Wrong:
@@ -65,14 +71,10 @@ def scene(play: Callable[[Any], bool], *, page_size: int = 4, mode: str = "enfor
 
 
 def put(owner: Any, name: str, value: Any) -> Take:
-    """Replace a method, and what stands for it in compiled form."""
+    """Replace a method."""
 
     def take() -> None:
         setattr(owner, name, value)
-        subclasses: list[type] = type.__subclasses__(owner) if isinstance(owner, type) else []
-        for compiled in subclasses:
-            if name in vars(compiled):
-                setattr(compiled, name, value)
 
     return take
 
@@ -277,17 +279,6 @@ def _any_wrong_entry_without(left_out: str) -> Callable[..., torch.Tensor]:
     return any_wrong_entry
 
 
-def _never_in(method: str) -> Take:
-    """One question of ``PageLedger.any_wrong_release`` is not asked, in the torch code."""
-
-    def take() -> None:
-        setattr(PageLedger, method, _never)
-        for compiled in PageLedger.__subclasses__():
-            compiled.any_wrong_release = PageLedger.any_wrong_release  # type: ignore[method-assign]
-
-    return take
-
-
 def _acknowledge_only(self: PoolGuard, mapping: torch.Tensor) -> None:
     self.map.acknowledge()
 
@@ -308,37 +299,44 @@ MUTANTS = (
     ),
     Mutant(
         "ledger.any_repeated: of many pages none is named twice", ("0.5.23",),
-        _never_in("any_repeated"), scene(twice_in_one_call, page_size=1),
+        put(PageLedger, "any_repeated", _never), scene(twice_in_one_call, page_size=1),
+        collected=True,
     ),
     Mutant(
         "ledger.any_dead: of many pages none is dead", ("0.5.12", "0.5.23"),
-        _never_in("any_dead"), scene(freed_twice, page_size=1),
+        put(PageLedger, "any_dead", _never), scene(freed_twice, page_size=1), collected=True,
     ),
     Mutant(
         "backlog: what was freed both ways is not compared", ("0.5.23",),
-        _never_in("any_repeated"), scene(freed_twice_between_two_sides, page_size=1),
+        put(PageLedger, "any_repeated", _never),
+        scene(freed_twice_between_two_sides, page_size=1), collected=True,
     ),
     Mutant(
         "map.any_wrong_entry: window generation not compared", ("0.5.23",),
         put(WindowMap, "any_wrong_entry", _any_wrong_entry_without("window")),
         scene(window_only_recycled, page_size=1),
+        collected=True,
     ),
     Mutant(
         "map.any_wrong_entry: owner not compared", ("0.5.23",),
         put(WindowMap, "any_wrong_entry", _any_wrong_entry_without("owner")),
         scene(alias_freed_by_its_old_owner, page_size=1),
+        collected=True,
     ),
     Mutant(
         "backlog: a decode step continues after anything", ALL,
         put(WindowMap, "any_not_continued", _never), case("S1", "enforce"),
+        collected=True,
     ),
     Mutant(
         "ledger.any_wrong_release: whatever comes may enter the free list", ("0.5.23",),
         put(PageLedger, "any_wrong_release", _never), scene(twice_in_one_call, page_size=1),
+        collected=True,
     ),
     Mutant(
         "backlog: notes are not copied", ("0.5.12", "0.5.23"), _notes_are_not_copied,
         scene(caller_writes_into_what_it_was_given, page_size=1),
+        collected=True,
     ),
     Mutant(
         "ledger.later_part: no page was freed in parts",
@@ -407,7 +405,7 @@ MUTANTS = (
     ),
     Mutant(
         "guard.recheck_continued", ALL, put(PoolGuard, "recheck_continued", _nothing),
-        case("S1", "enforce"),
+        case("S1", "enforce"), collected=True,
     ),
     Mutant(
         "page_pool.Lists: a half-failed allocation keeps its pages", ("0.5.23",),
@@ -430,14 +428,15 @@ MUTANTS = (
 )  # fmt: skip
 
 
-def _in_child(remove: Take | None, wrong: Wrong) -> bool | str:
+def _in_child(mutant: Mutant, *, whole: bool) -> bool | str:
     reader, writer = os.pipe()
     if os.fork() == 0:
         os.close(reader)
+        os.environ[compiled.SWITCH] = "0" if mutant.collected else "1"
         try:
-            if remove is not None:
-                remove()
-            answer: bool | str = wrong()
+            if not whole:
+                mutant.remove()
+            answer: bool | str = mutant.wrong()
         except Exception as error:
             answer = f"{type(error).__name__}: {error}"
         with os.fdopen(writer, "w") as pipe:
@@ -458,8 +457,8 @@ def main() -> None:
     for mutant in MUTANTS:
         if running_version() not in mutant.releases:
             continue
-        whole = _in_child(None, mutant.wrong)
-        mutated = _in_child(mutant.remove, mutant.wrong)
+        whole = _in_child(mutant, whole=True)
+        mutated = _in_child(mutant, whole=False)
         print(json.dumps([mutant.name, whole, mutated]), flush=True)
 
 

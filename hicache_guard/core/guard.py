@@ -627,6 +627,8 @@ class PoolGuard:
         if self.page_size == 1:
             return
         if segment:
+            heads, bad_heads = slots[:: self.page_size], bad[:: self.page_size]
+            self.full.name_whole(self.full.pages_of(torch.where(bad_heads, 0, heads)))
             # Only the last page can be named in part.
             start = (slots.numel() - 1) // self.page_size * self.page_size
             slots, bad = slots[start:], bad[-1:].expand(slots.numel() - start)

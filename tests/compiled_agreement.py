@@ -1,0 +1,406 @@
+"""The compiled books and the torch code, asked the same in random states; and changes of the C.
+
+The torch code is that of strict mode: it judges slot by slot and raises. The compiled books must
+say yes exactly where it finds nothing, write what it writes, and after a no have changed nothing.
+
+As a program: compiles ``_books.c`` with one line changed, a child process for each change, and
+prints one JSON line for each: name, whether the two still agree.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from hicache_guard.core import compiled
+from hicache_guard.core.compiled import ALL_MAPPED, FREES_FULL, FREES_WINDOW, PEERS_FOLLOW
+from hicache_guard.core.errors import GuardViolation
+from hicache_guard.core.gathered import Gathered
+from hicache_guard.core.guard import PoolGuard
+from hicache_guard.core.ledger import FREED, QUEUED, PageLedger
+from hicache_guard.core.modes import Mode
+
+SOURCE = Path(__file__).resolve().parent.parent / "kernels" / "_books.c"
+PAGES = 10
+SIZES = (1, 3, 4, 64)
+#: A slot that no pool has; as int32 and as int64.
+HOSTILE = {torch.int32: (-(2**31), -5, -1, 2**31 - 1), torch.int64: (-(2**62), -1, 2**33, 2**62)}
+SERIAL = 33
+
+
+class Pair:
+    """One pair of pools in the books of both, in one random state."""
+
+    def __init__(self, dice: random.Random) -> None:
+        self.dice = dice
+        self.size = size = dice.choice(SIZES)
+        self.slots = PAGES * size
+        self.mapping = torch.zeros(self.slots + size + 1, dtype=torch.int64)
+        self.mapping[-1] = -1
+        self.compiled, self.torch = (
+            PoolGuard(
+                mode, full_slots=self.slots, window_slots=self.slots, page_size=size,
+                mapping=self.mapping,
+            )
+            for mode in (Mode.ENFORCE, Mode.STRICT)
+        )  # fmt: skip
+        assert self.compiled.compiled is not None
+        self.books = self.compiled.compiled
+        for guard in (self.compiled, self.torch):
+            guard.begin("the operation", sys._getframe())
+            guard.serial = SERIAL
+        self._fill()
+
+    def each(self, ledger: str) -> list[PageLedger]:
+        return [getattr(guard, ledger) for guard in (self.compiled, self.torch)]
+
+    def _fill(self) -> None:
+        """Most full pages are live and mapped, page by page; some things are not as they should."""
+        dice = self.dice
+        window = dice.sample(range(1, PAGES + 1), PAGES)
+        for full, peer in zip(range(1, PAGES + 1), window, strict=True):
+            serial = dice.randint(1, 9)
+            live = dice.random() < 0.85
+            state = serial if live else FREED | serial | dice.choice((0, QUEUED))
+            for own, other in zip(self.each("full"), self.each("window"), strict=True):
+                own.born[full] = state
+                other.born[peer] = state
+            if not live:
+                continue
+            rows = torch.arange(full * self.size, (full + 1) * self.size)
+            self.mapping[rows] = torch.arange(peer * self.size, (peer + 1) * self.size)
+            for guard in (self.compiled, self.torch):
+                guard.map.stamp[rows] = serial
+                guard.map.owner[self.mapping[rows]] = rows.int()
+        for _ in range(dice.choice((0, 0, 1, 3))):
+            self._spoil()
+
+    def _spoil(self) -> None:
+        dice = self.dice
+        page, value = dice.randint(1, PAGES), dice.randint(0, 12)
+        slot = dice.randrange(self.size, self.slots)
+        what = dice.randrange(9)
+        for guard in (self.compiled, self.torch):
+            if what == 0:
+                guard.full.born[page] = value
+            elif what == 1:
+                guard.window.born[page] = FREED | value
+            elif what == 2:
+                guard.window.born[page] = value
+            elif what == 3:
+                guard.map.stamp[slot] = value
+            elif what == 4:
+                guard.map.owner[slot] = value % self.slots
+            elif what == 5:
+                guard.full.born[page] = FREED | value
+            elif what == 6:
+                self.mapping[slot] = 0
+            elif what == 7:
+                self.mapping[slot] = -3
+            elif slot + self.size < self.slots:
+                self.mapping[slot] = self.mapping[slot + self.size]
+
+    def some(self, rows: list[int], *, wild: float = 0.04) -> torch.Tensor:
+        """``rows`` as a caller may hold them: of either type, perhaps strided, perhaps hostile."""
+        dice = self.dice
+        dtype = dice.choice((torch.int32, torch.int64))
+        rows = [dice.choice(HOSTILE[dtype]) if dice.random() < wild else row for row in rows]
+        found = torch.tensor(rows, dtype=dtype)
+        return found.repeat_interleave(2)[::2] if dice.random() < 0.2 else found
+
+    def pages(self) -> list[int]:
+        """A few different full pages, now and then one of them again, or page 0."""
+        dice = self.dice
+        pages = dice.sample(range(1, PAGES + 1), dice.randint(1, PAGES // 2))
+        if dice.random() < 0.15:
+            pages.append(dice.choice([0, *pages, PAGES + 1]))
+        return pages
+
+    def segment(self, pages: list[int]) -> torch.Tensor:
+        """A segment over ``pages``, whose last page may be named in part."""
+        rows = [page * self.size + inside for page in pages for inside in range(self.size)]
+        if self.dice.random() < 0.1:
+            head = self.dice.randrange(len(pages)) * self.size
+            rows[head] = self.dice.choice(HOSTILE[torch.int32])
+        return self.some(rows, wild=0)[: len(rows) - self.dice.randrange(self.size)]
+
+    def state(self, guard: PoolGuard) -> list[Any]:
+        kept = (guard.full.born, guard.window.born, guard.map.stamp, guard.map.owner)
+        named = guard.full.named[1 : PAGES + 1]
+        return [tensor.tolist() for tensor in (*kept, named, self.mapping)]
+
+
+def raises(*checks: Callable[[], object]) -> bool:
+    """Whether one of the checks finds something."""
+    try:
+        for check in checks:
+            check()
+    except GuardViolation:
+        return True
+    return False
+
+
+def disagreement(seed: int) -> str | None:
+    """What the two do not agree on in one random state, or None."""
+    pair = Pair(random.Random(seed))
+    for check in (_extension, _peers_left, _release, _free, _free, _release, _allocation):
+        answers = check(pair)
+        if answers is not None:
+            return f"{check.__name__}, page size {pair.size}: {answers}"
+    return None
+
+
+def _judged(pair: Pair, yes: bool, wrong: bool, before: list[Any]) -> Any:
+    """What to say of an answer, by whether the torch code found something wrong."""
+    if yes == wrong:
+        return "compiled says yes" if yes else "compiled says no"
+    return None if yes or pair.state(pair.compiled) == before else "a no has changed the books"
+
+
+def _extension(pair: Pair) -> Any:
+    dice, size, torchs = pair.dice, pair.size, pair.torch
+    last = pair.some([page * size + dice.randrange(size) for page in pair.pages()])
+    lengths = pair.some([dice.randint(1, 2 * size) for _ in last], wild=0)
+    less = dice.randint(0, 1)
+    yes = pair.books.continued(last, lengths, pair.mapping, less)
+    slots, before = last.long(), lengths.long() - less
+    continues = (before % size != 0) & (slots >= 0)
+    wrong = raises(lambda: torchs.check_continued(slots, continues))
+    return _judged(pair, yes, wrong, pair.state(pair.compiled))
+
+
+def _peers_left(pair: Pair) -> Any:
+    named = pair.some([page * pair.size for page in pair.pages()])
+    left = pair.books.left_behind(named, pair.mapping)
+    pair.torch.note_full_only(named)
+    return None if left == raises(pair.torch.overdue_peers) else f"left behind: {left}"
+
+
+def _free(pair: Pair) -> Any:
+    dice, torchs = pair.dice, pair.torch
+    what = dice.choice((1, 2, 2, 3, 3, 1 | PEERS_FOLLOW))
+    mapped = what & FREES_WINDOW and dice.random() < 0.5
+    pages = pair.pages()
+    if what == FREES_FULL and dice.random() < 0.8:
+        for page in pages[dice.randint(0, 1) :]:  # its window side is gone already, perhaps
+            pair.mapping[page * pair.size : (page + 1) * pair.size] = 0
+        if dice.random() < 0.3:
+            last = min(pages[-1], PAGES) * pair.size + dice.randrange(pair.size)
+            pair.mapping[last] = 5
+        pair.mapping[-1] = -1
+    named = pair.segment(pages)
+    before = pair.state(pair.compiled)
+    asked = what | (ALL_MAPPED if mapped else 0)
+    yes = pair.books.freed(named, pair.mapping, asked, SERIAL)
+    slots = named.long()
+    heads = slots[:: pair.size]
+    checks: list[Callable[[], object]] = []
+    if what & FREES_FULL:
+        checks.append(lambda: torchs.vet_slots(slots, segment=True))
+    if what & FREES_WINDOW:
+        checks.append(lambda: torchs.vet_rows(heads, must_be_mapped=bool(mapped)))
+        checks.append(lambda: torchs.check_entries(heads, must_be_mapped=bool(mapped)))
+        checks.append(lambda: _window_pages_once(pair, heads))
+    elif not what & PEERS_FOLLOW:
+        checks.append(lambda: _peers_unmapped(pair, heads))
+    found = _judged(pair, yes, raises(*checks), before)
+    if found is None and yes:
+        if what & FREES_FULL:
+            torchs.full.queue(torchs.full.pages_of(heads), SERIAL)
+            torchs.note_named(slots, torch.zeros_like(slots, dtype=torch.bool), segment=True)
+        if what & FREES_WINDOW:
+            torchs.window.queue(torchs.window.pages_of(pair.mapping[heads]), SERIAL)
+    return found if found is not None else _same(pair)
+
+
+class _NotOnceError(GuardViolation):
+    """The torch code finds this when the pages come to the free list."""
+
+    def __init__(self) -> None:
+        Exception.__init__(self, "not each page once")
+
+
+def _window_pages_once(pair: Pair, heads: torch.Tensor) -> None:
+    pages = pair.torch.window.pages_of(pair.mapping[heads])
+    pages = pages[pages > 0]
+    if len(set(pages.tolist())) != pages.numel():
+        raise _NotOnceError
+
+
+def _peers_unmapped(pair: Pair, heads: torch.Tensor) -> None:
+    if (pair.mapping[pair.torch.full.rows_of(pair.torch.full.pages_of(heads))] > 0).any():
+        raise _NotOnceError
+
+
+def _release(pair: Pair) -> Any:
+    dice = pair.dice
+    side, are_pages, alone = dice.randint(0, 1), dice.random() < 0.5, dice.random() < 0.4
+    ledger, torchs = (pair.each(name)[1] for name in ("full", "window")), pair.torch
+    mine = list(ledger)[side]
+    queued = ((mine.born >= FREED | QUEUED).nonzero().reshape(-1)).tolist()
+    pages = dice.sample(queued, len(queued)) if queued and not alone else pair.pages()
+    if dice.random() < 0.1:
+        pages.append(dice.choice([*pages, 0, PAGES + 1, 3]))
+    per = 1 if are_pages else pair.size
+    items = pair.some([page * per for page in pages], wild=0.02)
+    before = pair.state(pair.compiled)
+    if alone:
+        yes = pair.books.came_alone(items, side + 2 * are_pages, SERIAL)
+    else:
+        yes = pair.books.came(items, side, are_pages)
+    wrong = not items.numel() or raises(
+        lambda: torchs.vet_release(
+            mine, items, pages=are_pages, distinct=True, padding_expected=False, queued=not alone
+        )
+    )
+    if not items.numel():
+        return None
+    if not alone:  # what is live may come as well there: it was judged when it was freed
+        ids = mine.pages_of(items.long() * (pair.size if are_pages else 1))
+        wrong = wrong or bool((mine.generations(ids) < FREED).any())
+    found = _judged(pair, yes, wrong, before)
+    if found is None and yes:
+        ids = mine.pages_of(items.long() * (pair.size if are_pages else 1))
+        if alone:
+            mine.release(ids, SERIAL)
+        else:
+            mine.born[ids] &= ~QUEUED
+    return found if found is not None else _same(pair)
+
+
+def _allocation(pair: Pair) -> Any:
+    dice, size = pair.dice, pair.size
+    first = dice.randint(0, PAGES * size)
+    rows = [
+        row % (pair.slots + size) for row in range(first, first + dice.randint(1, 2 * size + 2))
+    ]
+    full = pair.some(rows)
+    window = pair.some([dice.randrange(pair.slots) for _ in rows[dice.randrange(len(rows)) :]])
+    pair.books.took(full, window, SERIAL)
+    torchs = pair.torch
+    torchs.map.record(full[len(full) - len(window) :].long(), window.long(), SERIAL)
+    operation = torchs.current._replace(serial=SERIAL)
+    begun = {}
+    for side, ledger, slots in ((0, torchs.full, full), (1, torchs.window, window)):
+        pages = ledger.hand_out_slots(Gathered([slots], [operation])).tolist()
+        ledger.born[0] = FREED
+        begun[side] = {page for page in pages if 0 < page <= PAGES}
+    for side, expected in begun.items():
+        told = {p for p in range(1, PAGES + 1) if (SERIAL, 0) in pair.books.touched(side, p)}
+        if told != expected:
+            return f"touched: {told}, not {expected}"
+    return _same(pair)
+
+
+def _same(pair: Pair) -> Any:
+    ours, theirs = pair.state(pair.compiled), pair.state(pair.torch)
+    return None if ours == theirs else [ours, theirs]
+
+
+#: A line of the extension, and what takes one of its checks away.
+CHANGES = {
+    "window generation": ("(stamp >= far) & ", ""),
+    "full generation": ("((stamp >= born) | (born >= FREED))", "1"),
+    "freed full page": ("(stamp >= born) | (born >= FREED)", "stamp >= born"),
+    "owner": ("(view->owner[slot] == (int32_t)row)", "1"),
+    "page is full": (" || !inside_page(&view, item(lengths, k) - read.number[0])", ""),
+    "length less one": ("item(lengths, k) - read.number[0]", "item(lengths, k)"),
+    "nothing continued": ("row < 0 || !inside", "!inside"),
+    "proof of what is continued": ("right = entry > 0 && entry < view.owners && proves(&view, row, "
+                                   "entry)", "right = entry > 0 && entry < view.owners"),
+    "live": ("page == outside || view->born[FULL][page] >= FREED", "page == outside"),
+    "peers": ("if (!(what & (FREES_WINDOW | PEERS_FOLLOW)) && ", "if (0 && "),
+    "peers of the whole page": ("row < (page + 1) * view->size; row++)\n        if",
+                                "row < page * view->size + 1; row++)\n        if"),
+    "row within": ("if (slot < 0 || slot > mapping->count - 2", "if (slot > mapping->count - 2"),
+    "must be mapped": ("return what & ALL_MAPPED ? -1 : 0;", "return 0;"),
+    "entry proved": (" || !proves(view, slot, entry))\n", ")\n"),
+    "freed mark": ("mark = FREED | QUEUED | serial", "mark = FREED | serial"),
+    "window revived": ("            revive_pages(&view, WINDOW, slots, mapping, before, windows);\n"
+                       "            self->touched", "            self->touched"),
+    "window revived alone": ("            revive_pages(&view, WINDOW, slots, mapping, before, "
+                             "windows);\n            return", "            return"),
+    "full revived": ("revive_pages(&view, FULL, slots, mapping, before + heads, done);", ";"),
+    "reach": ("view.named[page_of(&view, slot, view.outside[FULL])] =", "(void)"),
+    "comes queued": ("born[page] < (FREED | QUEUED)", "born[page] < FREED"),
+    "comes once": ("born[page] &= ~QUEUED;\n    }", "\n    }"),
+    "queued again": (" |= QUEUED;\n    return", " |= 0;\n    return"),
+    "alone live": ("page == outside || born[page] >= FREED)", "page == outside)"),
+    "alone revived": ("outside, pages)] = self->before[k];", "outside, pages)] += 0;"),
+    "left behind": ("left |= entry > 0 && entry < view.owners && proves(&view, row, entry)",
+                    "left |= entry > 0"),
+    "left behind free": (" || view.born[FULL][page] < FREED)\n            continue", ")\n"
+                         "            continue"),
+    "begun": ("page == outside || inside_page(&view, slot))", "page == outside)"),
+    "owner written": ("= (int32_t)row;", "= 0;"),
+    "stamp written": ("view.stamp[row] = serial;", ""),
+    "runs": ("page == (int64_t)now->run.last + 1", "page >= (int64_t)now->run.last + 1"),
+    "int32": ("items->wide ? ((const int64_t *)items->at)[k] : ((const int32_t *)items->at)[k]",
+              "((const int32_t *)items->at)[k]"),
+    "strided": ("fits = is_true(PyObject_CallMethodNoArgs(tensor, name_is_contiguous));", ";"),
+    "shift": ("view->shift >= 0 ? slot >> view->shift : slot / view->size", "slot >> view->shift"),
+}  # fmt: skip
+
+SEEDS = range(1500)
+
+
+def _build(source: str, folder: Path) -> ModuleType:
+    file = folder / "_books.c"
+    file.write_text(source)
+    library = folder / "_books.so"
+    include = sysconfig.get_paths()["include"]
+    command = ["cc", "-std=c11", "-O1", "-fPIC", "-shared", f"-I{include}", str(file), "-o"]
+    subprocess.run([*command, str(library)], check=True, capture_output=True, text=True)
+    spec = importlib.util.spec_from_file_location("_books", library)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.prepare(
+        torch.int32, torch.int64, lambda items: items.to("cpu", torch.int64).contiguous()
+    )
+    return module
+
+
+def agrees(source: str) -> bool:
+    """Whether an extension built from ``source`` agrees; one that crashes or hangs does not."""
+    with tempfile.TemporaryDirectory() as folder:
+        module = _build(source, Path(folder))
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                signal.alarm(30)
+                compiled._books = module
+                status = int(any(disagreement(seed) for seed in SEEDS))
+            finally:
+                os._exit(status)
+        return os.waitpid(child, 0)[1] == 0
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    logging.disable(logging.CRITICAL)  # thousands of faults, all on purpose
+    source = SOURCE.read_text()
+    print(json.dumps(["unchanged", agrees(source)]), flush=True)
+    for name, (whole, changed) in CHANGES.items():
+        assert source.count(whole) == 1, f"{name}: the line is not there once"
+        print(json.dumps([name, agrees(source.replace(whole, changed))]), flush=True)
+
+
+if __name__ == "__main__":
+    main()
