@@ -7,13 +7,16 @@ and whether strict raised.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import torch
 
 from hicache_guard.adapters.allocator import guard_of
 from hicache_guard.adapters.hooks import install
+from hicache_guard.core import compiled
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.repro import pools
 from hicache_guard.repro.audit import audit
@@ -72,7 +75,8 @@ def main() -> None:
     pools.quiet()
     for fault in FAULTS:
         for page_size in (1, 4):
-            for mode in ("observe", "enforce", "strict"):
+            for mode, switch in product(("observe", "enforce", "strict"), ("1", "0")):
+                os.environ[compiled.SWITCH] = switch
                 install(mode)
                 pool, books = pools.build(64, 48, page_size), Books()
                 raised = False
@@ -84,7 +88,7 @@ def main() -> None:
                     assert mode == "observe"  # the release's own check of its sizes
                 counted = {k.value: n for k, n in guard_of(pool).tally.violations.items()}
                 found = [] if raised else audit(pool, books)
-                print(json.dumps([fault.__name__, page_size, mode, counted, found, raised]))
+                print(json.dumps([fault.__name__, page_size, mode, switch, counted, found, raised]))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ left the release's own state, and what the journal keeps alive that it does not 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch
 from hicache_guard.adapters.allocator import guard_of
 from hicache_guard.adapters.hooks import install, uninstall
 from hicache_guard.adapters.link import link_of
+from hicache_guard.core import compiled
 from hicache_guard.repro import pools
 from hicache_guard.repro.audit import audit, fingerprint
 
@@ -179,13 +182,15 @@ def main() -> None:
             uninstall()
             plain = pools.build(64, 32, page_size)
             _repeat(sequence, plain)
-            for mode in ("observe", "enforce", "strict"):
+            for mode, switch in product(("observe", "enforce", "strict"), ("1", "0")):
+                os.environ[compiled.SWITCH] = switch
                 install(mode)
                 pool = pools.build(64, 32, page_size)
                 _repeat(sequence, pool)
                 same = fingerprint(pool) == fingerprint(plain) if mode == "observe" else True
                 counted = {k.value: n for k, n in guard_of(pool).tally.violations.items()}
-                row = [sequence.__name__, page_size, mode, audit(pool, {}), counted, same]
+                found = audit(pool, {})
+                row = [sequence.__name__, page_size, mode, switch, found, counted, same]
                 row.append(_pinned(guard_of(pool)))
                 print(json.dumps(row), flush=True)
 

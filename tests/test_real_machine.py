@@ -16,8 +16,11 @@ RELEASES = ("0.5.12", "0.5.23")
 
 @pytest.mark.sglang
 @pytest.mark.parametrize("version", RELEASES)
-@pytest.mark.parametrize("mode", ["observe", "enforce", "strict"])
+@pytest.mark.parametrize(
+    "mode", ["observe", "enforce", "strict", "observe, collected", "enforce, collected"]
+)
 def test_machine(on_release: Callable[[str], Any], version: str, mode: str) -> None:
+    """ "Collected" is what runs on a device, and on a CPU without the compiled books."""
     result = on_release(version)[f"machine {mode}"]
     assert not result["error"], result["error"]
     found = result["found"]

@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hicache_guard.core import compiled
 from real import delayed, driver, machine, syncs
 
 #: Seconds that one job may take.
@@ -24,12 +25,19 @@ LIMIT = 120
 def jobs(version: str, examples: int, steps: int) -> dict[str, Callable[[], Any]]:
     """What there is to run, by name."""
 
-    def drive(mode: str) -> Callable[[], Any]:
-        return lambda: machine.run(
-            mode, examples, steps, derandomize=True, shrink=False, version=version
-        )
+    def drive(mode: str, *, collected: bool = False) -> Callable[[], Any]:
+        def job() -> Any:
+            if collected:
+                os.environ[compiled.SWITCH] = "0"
+            return machine.run(
+                mode, examples, steps, derandomize=True, shrink=False, version=version
+            )
+
+        return job
 
     machines = {f"machine {mode}": drive(mode) for mode in ("observe", "enforce", "strict")}
+    for mode in ("observe", "enforce"):
+        machines[f"machine {mode}, collected"] = drive(mode, collected=True)
     return {**machines, "syncs": syncs.count, **delayed.SCENES}
 
 
