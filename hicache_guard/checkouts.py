@@ -89,16 +89,25 @@ def fetch(version: str, say: Callable[[str], None] = lambda text: None) -> Path:
     return place
 
 
+#: What pip says of a network that is not there, before "No matching distribution found".
+_UNREACHABLE = ("NewConnectionError", "NameResolutionError", "ConnectTimeout", "Retrying (Retry")
+
+
 def _download(version: str, folder: Path) -> Path:
     command = [
-        sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
+        sys.executable, "-m", "pip", "download", "--disable-pip-version-check",
         "--no-deps", "--only-binary=:all:", "--dest", str(folder), f"sglang=={version}",
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or not wheels:
-        last = (done.stderr.strip() or "no wheel came").splitlines()[-1]
-        raise ConfigError(f"cannot fetch SGLang {version} from PyPI: {last}")
+        errors = done.stderr.strip() or "no wheel came"
+        if any(sign in errors for sign in _UNREACHABLE):
+            raise ConfigError(
+                f"cannot fetch SGLang {version}: PyPI is not reachable from here; copy "
+                f"{place_of(version)} from a machine where `hicache-guard releases fetch` worked"
+            )
+        raise ConfigError(f"cannot fetch SGLang {version} from PyPI: {errors.splitlines()[-1]}")
     return wheels[0]
 
 

@@ -123,6 +123,27 @@ static inline int64_t item(const Items *items, int64_t k)
     return items->wide ? ((const int64_t *)items->at)[k] : ((const int32_t *)items->at)[k];
 }
 
+#define AT_ONCE 16
+
+/* How many items from `k` on follow each other without a gap. Free lists are mostly rows that were
+ * freed as they lay, so an allocation is a few long runs. */
+static int64_t run_from(const Items *items, int64_t k)
+{
+    int64_t first = item(items, k), count = items->count - k, run = 1;
+    if (count < 2 || item(items, k + 1) - first != 1)
+        return 1;
+    for (; run + AT_ONCE <= count; run += AT_ONCE) {
+        int64_t gaps = 0;
+        for (int64_t j = 0; j < AT_ONCE; j++)
+            gaps |= item(items, k + run + j) - first - (run + j);
+        if (gaps)
+            break;
+    }
+    while (run < count && item(items, k + run) - first == run)
+        run++;
+    return run;
+}
+
 /* -- books ------------------------------------------------------------------------------------ */
 
 typedef struct {
@@ -313,14 +334,14 @@ static inline void end_run(Touching *now)
         now->books->runs[now->books->written++ & (RUNS - 1)] = now->run;
 }
 
-static inline void touch_page(Touching *now, int64_t page)
+static inline void touch_pages(Touching *now, int64_t first, int64_t last)
 {
-    if (page == (int64_t)now->run.last + 1) {
-        now->run.last++;
+    if (first == (int64_t)now->run.last + 1) {
+        now->run.last = (int32_t)last;
         return;
     }
     end_run(now);
-    now->run = (Run){(int32_t)page, (int32_t)page};
+    now->run = (Run){(int32_t)first, (int32_t)last};
 }
 
 /* Remember it. What is never ended leaves runs that nothing refers to. */
@@ -434,12 +455,16 @@ static void hand_out(Books *self, int side, const Items *slots, int32_t serial)
     int32_t *born = view.born[side];
     int64_t outside = view.outside[side];
     Touching now = touching(self);
-    for (int64_t k = 0; k < from.count; k++) {
-        int64_t slot = item(&from, k), page = page_of(&view, slot, outside);
-        if (page == 0 || page == outside || inside_page(&view, slot))
-            continue;
-        born[page] = serial;
-        touch_page(&now, page);
+    for (int64_t k = 0; k < from.count;) {
+        int64_t slot = item(&from, k), run = slot < 0 ? 1 : run_from(&from, k);
+        int64_t first = page_of(&view, slot, outside), last = page_of(&view, slot + run - 1, outside);
+        first += first == 0 || inside_page(&view, slot); /* page 0 is nobody's */
+        last -= last == outside;
+        for (int64_t page = first; page <= last; page++)
+            born[page] = serial;
+        if (first <= last)
+            touch_pages(&now, first, last);
+        k += run;
     }
     end_touch(&now, side, 0, serial);
 }
@@ -456,10 +481,23 @@ static PyObject *took(PyObject *object, PyObject *const *args, Py_ssize_t given)
         return refuse(&read, "took: more window slots than full slots");
     const View view = view_of(self);
     const Items rows = *full, slots = *window;
-    for (int64_t k = 0; k < slots.count; k++) {
-        int64_t row = clamp(item(&rows, first + k), view.stamps - 1);
-        view.stamp[row] = serial;
-        view.owner[clamp(item(&slots, k), view.owners - 1)] = (int32_t)row;
+    int64_t rows_left = 0, slots_left = 0; /* of the runs that are being written */
+    for (int64_t k = 0, run; k < slots.count; k += run, rows_left -= run, slots_left -= run) {
+        int64_t row = item(&rows, first + k), slot = item(&slots, k);
+        if (!rows_left)
+            rows_left = run_from(&rows, first + k);
+        if (!slots_left)
+            slots_left = run_from(&slots, k);
+        run = rows_left < slots_left ? rows_left : slots_left;
+        if (row < 0 || row > view.stamps - run || slot < 0 || slot > view.owners - run) {
+            run = 1;
+            row = clamp(row, view.stamps - 1);
+            slot = clamp(slot, view.owners - 1);
+        }
+        for (int64_t j = 0; j < run; j++)
+            view.stamp[row + j] = serial;
+        for (int64_t j = 0; j < run; j++)
+            view.owner[slot + j] = (int32_t)(row + j);
     }
     hand_out(self, FULL, full, serial);
     hand_out(self, WINDOW, window, serial);
@@ -549,7 +587,7 @@ static int64_t end_pages(Books *self, int side, const Items *slots, const Items 
         before[k] = born[page];
         if (page) {
             born[page] = mark;
-            touch_page(&now, page);
+            touch_pages(&now, page, page);
         }
     }
     end_touch(&now, side, 1, serial);
@@ -663,7 +701,7 @@ static PyObject *came_alone(PyObject *object, PyObject *const *args, Py_ssize_t 
             break;
         self->before[k] = born[page];
         born[page] = FREED | serial;
-        touch_page(&now, page);
+        touch_pages(&now, page, page);
     }
     int right = k == items.count;
     while (!right && k--)

@@ -20,7 +20,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from hicache_guard import checkouts
+from hicache_guard import checkouts, children
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.repro import trees
 from hicache_guard.repro.catalogue import UNGUARDED
@@ -89,6 +89,8 @@ class Cell:
                 problems.append(f"strict: {got} instead of an error")
             elif not result.get("whole"):
                 problems.append("strict: state changed although it raised")
+            elif not result["told"]:
+                problems.append("strict: it raised what it did not report")
         return problems
 
     def _wrong_observe(self, result: dict[str, Any]) -> list[str]:
@@ -138,11 +140,10 @@ def _results_in(
     command += ["--route", route if route in ("install", "plugin") else "source"]
     if cases is not None:
         command += ["--cases", *cases]
-    with subprocess.Popen(
+    with children.started(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        text=True,
         env=checkouts.environment(tree),
     ) as process:
         assert process.stdout is not None

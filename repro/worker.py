@@ -142,7 +142,8 @@ def _run(run: Callable[[], Any], mode: str, route: str) -> dict[str, Any]:
     except GuardViolation as violation:
         bench = _bench()
         whole = bench is None or fingerprint(bench.allocator) == bench.before_raise
-        result.update(ended="raised", whole=whole, violation=str(violation))
+        told = bool(reports) and str(reports[-1]) == str(violation)
+        result.update(ended="raised", whole=whole, told=told, violation=str(violation))
     except AssertionError as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         result.update(ended="asserted", where=f"{os.path.basename(frame.filename)}: {frame.line}")

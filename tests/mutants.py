@@ -145,8 +145,8 @@ def bare_write_of_anothers_slot(pool: Any) -> bool:
     pool.full_to_swa_index_mapping[mine] = pool.full_to_swa_index_mapping[others].clone()
     reads = [pool.translate_loc_from_full_to_swa(mine).tolist() for _ in range(2)]
     pool.free(mine)
-    # What "mine" was mapped to before is lost with the write; the others must keep theirs.
-    harm = [fault for fault in audit(pool, {"others": others}) if "lost pages" not in fault]
+    # The entries of "mine" are again what they were, so that nothing is lost with the write.
+    harm = audit(pool, {"others": others})
     return bool(harm) or not _counted(pool) or any(theirs & set(read) for read in reads)
 
 
@@ -391,6 +391,11 @@ MUTANTS = (
     Mutant(
         "guard.reconcile", ALL, put(PoolGuard, "reconcile", _acknowledge_only),
         scene(bare_write_of_anothers_slot),
+    ),
+    Mutant(
+        "map.held_by: what an entry was before is forgotten", ALL,
+        put(WindowMap, "held_by", lambda self, full: torch.zeros_like(full)),
+        scene(bare_write_of_anothers_slot, page_size=1),
     ),
     Mutant(
         "guard.resync", ALL, put(PoolGuard, "resync", _nothing), scene(free_list_replaced)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -105,3 +107,47 @@ def test_sglang_settings_of_the_caller_do_not_leak_into_a_reproduction(
     assert "SGLANG_INVARIANT_CHECK" not in environment
     assert "HICACHE_GUARD" not in environment
     assert environment["PYTHONPATH"] == "/somewhere"
+
+
+def test_interruption_is_one_line_and_leaves_no_child(tmp_path: Path) -> None:
+    """Seen to fail: the child's traceback was all that was said, and it outlived its parent."""
+    pid = tmp_path / "pid"
+    endless = (
+        "import os, pathlib, time;"
+        f"pathlib.Path({str(pid)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    )
+    script = (
+        "import sys; from hicache_guard.cli import main, repro; from hicache_guard import children;"
+        f"repro._program = lambda *a: children.run([sys.executable, '-c', {endless!r}]).returncode;"
+        "sys.argv = ['hicache-guard', 'repro', '25805']; main.run()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-c", script], stderr=subprocess.PIPE, text=True
+    )
+    for _ in range(600):
+        if pid.exists() and pid.read_text():
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors.splitlines()) == (130, ["hicache-guard: interrupted"])
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+
+
+def test_unreachable_index_is_said(tmp_path: Path) -> None:
+    """Seen to fail: pip's last words are "No matching distribution found"."""
+    done = _run(
+        "releases", "fetch", "0.5.12", HICACHE_GUARD_HOME=str(tmp_path), PIP_NO_INDEX="0",
+        PIP_INDEX_URL="https://127.0.0.1:9/simple", PIP_FIND_LINKS="", PIP_RETRIES="1",
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "PyPI is not reachable" in done.stderr
+    assert list((tmp_path / "releases").iterdir()) == []
+
+
+def test_doctor_without_sglang_says_what_there_is(tmp_path: Path) -> None:
+    done = _run("doctor", PYTHONPATH="")
+    assert done.returncode == 2
+    assert "checks on a CPU" in done.stdout
+    assert done.stderr.startswith("hicache-guard: no SGLang to import")

@@ -24,7 +24,7 @@ from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.faults import Fault
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.modes import Mode
-from hicache_guard.core.report import Violation
+from hicache_guard.core.report import Violation, tell
 from hicache_guard.core.translation import Difference, Remembered
 
 logger = logging.getLogger("hicache_guard")
@@ -138,8 +138,8 @@ def _report(watched: Watched) -> None:
     )
     current.tally.violations[violation.fault] += 1
     current.tally.slots[violation.fault] += violation.slots
+    if current.mode is not Mode.STRICT:
+        logger.warning("%s", violation)
+    tell(current.on_report, violation)
     if current.mode is Mode.STRICT:
         raise GuardViolation(violation)
-    logger.warning("%s", violation)
-    if current.on_report is not None:
-        current.on_report(violation)

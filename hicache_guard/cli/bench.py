@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hicache_guard import checkouts
+from hicache_guard import checkouts, children
 from hicache_guard.core.errors import ConfigError
 
 app = typer.Typer(help="Measure what the guard costs.", no_args_is_help=True)
@@ -64,11 +64,10 @@ def scheduler(release: _Release = "0.5.23", rounds: _Rounds = 7, as_json: _AsJso
 
 def _measured(benchmark: str, release: str, rounds: int) -> dict[str, Any]:
     """What a benchmark reports, run in a process of its own on ``release``."""
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-P", "-m", f"hicache_guard.repro.{benchmark}", "--rounds", str(rounds)],
         env=checkouts.environment(checkouts.require(release)),
         stdout=subprocess.PIPE,
-        text=True,
     )
     if done.returncode:
         raise ConfigError(f"the benchmark did not run on SGLang {release}; its error is above")

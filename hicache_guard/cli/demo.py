@@ -16,7 +16,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from hicache_guard import checkouts
+from hicache_guard import checkouts, children
 from hicache_guard.cli.releases import progress
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.repro import matrix
@@ -69,11 +69,10 @@ def demo(
 
 def _churn(release: str, requests: int) -> dict[str, Any]:
     command = [sys.executable, "-P", "-m", "hicache_guard.repro.churn_25805", "--json"]
-    done = subprocess.run(
+    done = children.run(
         [*command, "--requests", str(requests)],
         env=checkouts.environment(checkouts.require(release)),
         stdout=subprocess.PIPE,
-        text=True,
     )
     if not done.stdout.strip():
         raise ConfigError(f"the churn did not run on SGLang {release}")

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hicache_guard import __version__, checkouts
+from hicache_guard import __version__, checkouts, children
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.core.modes import ENV_VAR, Mode
 
@@ -40,7 +40,12 @@ def doctor(
         environment = checkouts.environment(checkouts.require(release))
         if _FILTER in os.environ:
             environment[_FILTER] = os.environ[_FILTER]
-    report = _report(environment, mode)
+    try:
+        report = _report(environment, mode)
+    except ConfigError:
+        if not as_json:
+            _show_environment()  # whatever is wrong, this is what there is
+        raise
     report["environment"] = _environment()
     missing = [hook for hook in report["hooks"] if hook["status"] == "missing"]
     if as_json:
@@ -66,11 +71,11 @@ def _report(environment: dict[str, str], mode: str) -> dict[str, Any]:
 
 
 def _run(environment: dict[str, str], mode: str) -> dict[str, Any]:
-    done = subprocess.run(
+    done = children.run(
         [sys.executable, "-P", "-m", "hicache_guard.cli.hook_report"],
         env={**environment, ENV_VAR: mode},
-        capture_output=True,
-        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
     if done.returncode == 2:
         raise ConfigError(done.stderr.strip().splitlines()[-1])
@@ -89,25 +94,29 @@ def _environment() -> dict[str, str]:
             facts[name] = "not installed"
     entries = [entry.value for entry in metadata.entry_points(group=_PLUGIN_GROUP)]
     facts["plugin entry point"] = ", ".join(entries) or "none"
-    facts["bulk checks on a CPU"] = _bulk_checks()
+    facts["checks on a CPU"] = _cpu_checks()
     facts[_FILTER] = os.environ.get(_FILTER, "(unset: all)")
     facts[ENV_VAR] = os.environ.get(ENV_VAR, "(unset: off)")
     return facts
 
 
-def _bulk_checks() -> str:
+def _cpu_checks() -> str:
     from hicache_guard.core import compiled  # brings torch
 
     why_not = compiled.why_not()
-    return "compiled" if why_not is None else f"torch ({why_not})"
+    return "compiled" if why_not is None else f"collected, in torch ({why_not})"
+
+
+def _show_environment() -> None:
+    facts = Table("what", "found", title="Environment")
+    for name, value in _environment().items():
+        facts.add_row(name, value)
+    Console().print(facts)
 
 
 def _show(report: dict[str, Any], missing: list[dict[str, str]]) -> None:
     console = Console()
-    facts = Table("what", "found", title="Environment")
-    for name, value in report["environment"].items():
-        facts.add_row(name, value)
-    console.print(facts)
+    _show_environment()
     table = Table("class", "hook", "status", title=f"SGLang {report['version']}, {report['mode']}")
     for hook in report["hooks"]:
         hook["seam"] = hook["seam"].rpartition(".")[2]

@@ -12,6 +12,8 @@ from hicache_guard import __version__
 from hicache_guard.cli import bench, demo, doctor, patch, releases, repro
 from hicache_guard.core.errors import GuardError
 
+_INTERRUPTED = 130
+
 app = typer.Typer(
     name="hicache-guard",
     help="Make SGLang prove each prefix-cache hit on hybrid sliding-window models.",
@@ -41,8 +43,7 @@ def run() -> None:
     try:
         status = app(standalone_mode=False)
     except (typer.Abort, KeyboardInterrupt):
-        print("hicache-guard: interrupted", file=sys.stderr)
-        sys.exit(130)
+        _say_interrupted()
     except GuardError as error:
         _complain(str(error))
     except Exception as error:
@@ -50,7 +51,14 @@ def run() -> None:
         if not hasattr(error, "format_message"):
             raise
         _complain(error.format_message() or "run hicache-guard --help")
+    if status == _INTERRUPTED:  # typer's way of telling of Ctrl-C
+        _say_interrupted()
     sys.exit(status if isinstance(status, int) else 0)
+
+
+def _say_interrupted() -> NoReturn:
+    print("hicache-guard: interrupted", file=sys.stderr)
+    sys.exit(_INTERRUPTED)
 
 
 def _complain(complaint: str) -> NoReturn:

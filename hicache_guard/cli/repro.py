@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-import subprocess
 import sys
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from hicache_guard import checkouts
+from hicache_guard import checkouts, children
 from hicache_guard.cli.releases import progress
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.repro import matrix, trees
@@ -121,7 +120,7 @@ def _program(name: str, version: str, modes: list[str], requests: int, as_json: 
         command += ["--requests", str(requests)]
     if as_json:
         command.append("--json")
-    return subprocess.run(command, env=checkouts.environment(tree)).returncode
+    return children.run(command, env=checkouts.environment(tree)).returncode
 
 
 def _cases(

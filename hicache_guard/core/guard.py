@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
 from types import FrameType
 
 import numpy as np
@@ -24,7 +23,7 @@ from hicache_guard.core.faults import Fault
 from hicache_guard.core.journal import Journal, Operation
 from hicache_guard.core.ledger import FREED, QUEUED, SERIAL, PageLedger
 from hicache_guard.core.modes import Mode
-from hicache_guard.core.report import Violation, describe_operation, generation_text
+from hicache_guard.core.report import Report, Violation, describe_operation, generation_text, tell
 from hicache_guard.core.tally import Tally
 from hicache_guard.core.undo import UndoLog, UndoLogs
 from hicache_guard.core.verdict import Finding, Suspicion, Verdict, Vetted
@@ -40,8 +39,6 @@ MAX_VERDICTS_UNDER_WAY = 4096
 MAX_REPORTED = 65_536
 #: Backups that can be restored with their mapping; SGLang keeps one at a time.
 MAX_BACKUPS = 8
-
-Report = Callable[[Violation], None]
 
 #: Stands for the operation that is open while nobody has asked for its record.
 _IN_STEP = Operation(0, "", None, (lambda: None).__code__, 0)
@@ -232,12 +229,7 @@ class PoolGuard:
             logger.warning("%s", violation)
             if seen == MAX_REPORTS_PER_KIND:
                 logger.warning("further %s are only counted", violation.fault.value)
-        if self._on_report is not None:
-            try:
-                self._on_report(violation)
-            except Exception:
-                # Whoever listens must not be able to stop a free half-way.
-                logger.exception("on_report failed")
+        tell(self._on_report, violation)
 
     def _violation(self, finding: Finding, ledger: PageLedger, operation: Operation) -> Violation:
         page = finding.slot // self.page_size
@@ -858,8 +850,9 @@ class PoolGuard:
     def reconcile(self, mapping: torch.Tensor) -> None:
         """Take stock after a write behind the seams: one pass over the whole mapping.
 
-        Entries for live, unshared window slots are adopted; others are reported, and erased in
-        enforce mode. Costs the size of the pool, so it only runs where such a write was noticed.
+        Entries for live, unshared window slots are adopted; others are reported, and in enforce
+        mode become what they were before, where that is still known, and else empty. Costs the size
+        of the pool, so it only runs where such a write was noticed.
         """
         self.tally.unhooked_writes += 1
         if mapping is not self.map.mapping:
@@ -896,7 +889,7 @@ class PoolGuard:
         taken = torch.where(adopt, target, 0)
         self.map.owner.scatter_(0, taken, torch.where(adopt, rows, 0).to(torch.int32))
         if self.mode is Mode.ENFORCE:
-            mapping[:-1] = torch.where(bad, 0, window)
+            mapping[:-1] = torch.where(bad, self.map.held_by(rows), window)
             mapping[-1:].fill_(-1)
         self.mapping_suspect = self.mapping_suspect or self.mode is not Mode.ENFORCE
         self.map.acknowledge()

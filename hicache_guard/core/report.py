@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from hicache_guard.core.faults import FACTS, Fault
 from hicache_guard.core.journal import Journal, Operation
+
+logger = logging.getLogger("hicache_guard")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,19 @@ class Violation:
         if reports:
             lines.append(f"  the kind of {reports}")
         return "\n".join(lines)
+
+
+Report = Callable[[Violation], None]
+
+
+def tell(listener: Report | None, violation: Violation) -> None:
+    """Let whoever listens know; it must not be able to stop an operation half-way."""
+    if listener is None:
+        return
+    try:
+        listener(violation)
+    except Exception:
+        logger.exception("on_report failed")
 
 
 def generation_text(serial: int, journal: Journal) -> str:

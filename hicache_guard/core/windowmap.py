@@ -106,6 +106,20 @@ class WindowMap:
         for row, slot in zip(rows[holds][order], slots[holds][order], strict=True):
             self.owner[slot] = row
 
+    def held_by(self, full: torch.Tensor) -> torch.Tensor:
+        """The live window slots (int64) that rows ``full`` were given and nobody else since.
+
+        0 where there is none, or more than one. Costs the size of the window pool.
+        """
+        slots = torch.arange(self.owner.shape[0], device=self.owner.device)
+        owner = self.owner.to(torch.int64)
+        born = self._window.generations(self._window.pages_of(slots))
+        holds = (owner > 0) & (born < FREED) & (self.stamp.index_select(0, owner) >= born)
+        owner = torch.where(holds, owner, 0)
+        held = torch.zeros_like(self.mapping).scatter_(0, owner, slots)
+        count = torch.zeros_like(self.mapping).scatter_add_(0, owner, torch.ones_like(slots))
+        return torch.where(count == 1, held, 0).index_select(0, full)
+
     def erase(self, full: torch.Tensor, keep: torch.Tensor) -> None:
         """Set the entries of ``full`` to 0 where ``keep`` is False (fixed shape)."""
         self._undo.save(self.mapping, full)
