@@ -75,7 +75,7 @@ def test_matrix_calls_a_cell_wrong() -> None:
         "off": good,
         "observe": {**good, "count": 1},
         "enforce": {"outcome": "ok", "count": 1},
-        "strict": {"outcome": "raised", "whole": True, "count": 1},
+        "strict": {"outcome": "raised", "whole": True, "told": True, "count": 1},
     }
     assert cell.wrong() == []
     for mode, key, value, says in (
@@ -86,6 +86,7 @@ def test_matrix_calls_a_cell_wrong() -> None:
         ("enforce", "outcome", "S", "not contained"),
         ("strict", "outcome", "ok", "instead of an error"),
         ("strict", "whole", False, "state changed"),
+        ("strict", "told", False, "did not report"),
     ):
         broken = matrix.Cell("C8", "0.5.12")
         broken.results = {name: dict(result) for name, result in cell.results.items()}
