@@ -161,6 +161,12 @@ typedef struct {
     int side, freed;
 } Touch;
 
+/* The generation of a page that a free ended. */
+typedef struct {
+    int side;
+    int32_t page, born;
+} Ended;
+
 enum { FULL, WINDOW };
 enum { BORN_FULL, BORN_WINDOW, NAMED, STAMP, OWNER, ARRAYS };
 
@@ -170,8 +176,9 @@ typedef struct {
     Array array[ARRAYS];
     int64_t size;
     int shift; /* page size as a power of two; -1 for none */
-    int32_t *before; /* what this call overwrote, in case that it says no */
-    int64_t room;
+    Ended *ended; /* what the last free ended, in case that it is taken back */
+    int64_t ends, room;
+    int32_t ended_serial;
     Touch *touches;
     int64_t touched;
     Run *runs;
@@ -240,7 +247,7 @@ static void books_dealloc(PyObject *object)
     for (int which = 0; which < ARRAYS; which++)
         if (self->views[which].obj)
             PyBuffer_Release(&self->views[which]);
-    PyMem_Free(self->before);
+    PyMem_Free(self->ended);
     PyMem_Free(self->touches);
     PyMem_Free(self->runs);
     Py_TYPE(object)->tp_free(object);
@@ -289,19 +296,33 @@ static inline int64_t inside_page(const View *view, int64_t slot)
     return view->shift >= 0 ? slot & (view->size - 1) : slot % view->size;
 }
 
-/* Room to keep `count` values that a call overwrites. */
-static int make_room(Books *self, int64_t count)
+/* Room to remember `count` pages that a free ends; whatever was remembered is forgotten. */
+static int make_room(Books *self, int64_t count, int32_t serial)
 {
+    self->ends = 0;
+    self->ended_serial = serial;
     if (count <= self->room)
         return 0;
-    int32_t *more = PyMem_Realloc(self->before, (size_t)count * sizeof(int32_t));
+    Ended *more = PyMem_Realloc(self->ended, (size_t)count * sizeof(Ended));
     if (!more) {
         PyErr_NoMemory();
         return -1;
     }
-    self->before = more;
+    self->ended = more;
     self->room = count;
     return 0;
+}
+
+/* Give the pages that were ended last their generations again, newest first, but those whose state
+ * is no longer `mark`: these have gone on to the free list. */
+static void revive(Books *self, int32_t mark)
+{
+    while (self->ends) {
+        const Ended *was = &self->ended[--self->ends];
+        int32_t *born = &self->array[BORN_FULL + was->side].at[was->page];
+        if (*born == mark)
+            *born = was->born;
+    }
 }
 
 /* Whether the entry row -> slot is proved; both within the books, the entry not empty. */
@@ -440,6 +461,7 @@ static PyObject *answer(Arguments *read, int yes)
     if (read_arguments(&read, args, given, tensors, numbers) < 0)                                  \
         return NULL;
 
+/* Another is for the torch code to judge. */
 static int is_mapping(const Items *mapping)
 {
     return mapping->wide && mapping->count > 1;
@@ -510,14 +532,17 @@ static PyObject *continued(PyObject *object, PyObject *const *args, Py_ssize_t g
 {
     READ(3, 1)
     const Items *last = &read.items[0], *lengths = &read.items[1], *mapping = &read.items[2];
-    if (last->count != lengths->count || !is_mapping(mapping))
+    if (last->count != lengths->count)
         return refuse(&read, "continued: sizes do not fit");
+    if (!is_mapping(mapping))
+        return answer(&read, 0);
     const View view = view_of(self);
     int64_t rows = mapping->count < view.stamps ? mapping->count : view.stamps;
+    uint64_t less = (uint64_t)read.number[0]; /* whose difference may wrap */
     int right = 1;
     for (int64_t k = 0; k < last->count && right; k++) {
         int64_t row = item(last, k);
-        if (row < 0 || !inside_page(&view, item(lengths, k) - read.number[0]))
+        if (row < 0 || !inside_page(&view, (int64_t)((uint64_t)item(lengths, k) - less)))
             continue;
         row = clamp(row, rows - 2);
         int64_t entry = item(mapping, row);
@@ -563,46 +588,38 @@ static inline int64_t window_page(const View *view, const Items *mapping, int64_
     return page_of(view, entry, view->outside[WINDOW]);
 }
 
-/* End the generation of the pages that a free names on one side, as far as it may free them: how many
- * of the `heads` that is. `before` keeps what they were. */
-static int64_t end_pages(Books *self, int side, const Items *slots, const Items *mapping, int what,
-                         int32_t serial, int32_t *before, int64_t heads)
+/* End the generation of the pages that a free names on one side; 0 where one may not be freed. */
+static int end_pages(Books *self, int side, const Items *slots, const Items *mapping, int what,
+                     int32_t serial, int64_t heads)
 {
     const View view = view_of(self);
     const Items from = *slots, entries = *mapping;
     int32_t *born = view.born[side], mark = FREED | QUEUED | serial;
+    Ended *ended = self->ended;
+    int64_t ends = self->ends;
     Touching now = touching(self);
-    int64_t k = 0;
-    for (; k < heads; k++) {
+    int right = 1;
+    for (int64_t k = 0; k < heads; k++) {
         int64_t slot = item(&from, k * view.size), page;
         if (side == WINDOW) {
             page = window_page(&view, &entries, slot, what);
-            if (page < 0)
-                return k;
+            right = page >= 0;
         } else {
             page = full_page(&view, &entries, slot, what);
-            if (page == 0)
-                return k;
+            right = page > 0;
         }
-        before[k] = born[page];
-        if (page) {
-            born[page] = mark;
-            touch_pages(&now, page, page);
-        }
+        if (!right)
+            break;
+        if (!page)
+            continue;
+        ended[ends++] = (Ended){side, (int32_t)page, born[page]};
+        born[page] = mark;
+        touch_pages(&now, page, page);
     }
-    end_touch(&now, side, 1, serial);
-    return k;
-}
-
-/* Take back what end_pages() did to the first `done` heads. */
-static void revive_pages(const View *view, int side, const Items *slots, const Items *mapping,
-                         const int32_t *before, int64_t done)
-{
-    while (done--) {
-        int64_t slot = item(slots, done * view->size);
-        int64_t named = side == WINDOW ? item(mapping, slot) : slot;
-        view->born[side][page_of(view, named, view->outside[side])] = before[done];
-    }
+    self->ends = ends;
+    if (right)
+        end_touch(&now, side, 1, serial);
+    return right;
 }
 
 /* freed(slots, mapping, what, serial): whether a free may be let run. `slots` are consecutive from a
@@ -617,39 +634,42 @@ static PyObject *freed(PyObject *object, PyObject *const *args, Py_ssize_t given
     const View view = view_of(self);
     int what = (int)read.number[0];
     int32_t serial = (int32_t)read.number[1];
+    int64_t heads = (slots->count + view.size - 1) / view.size, touched_before = self->touched;
     if (!is_mapping(mapping))
-        return refuse(&read, "freed: not a mapping");
-    int64_t heads = (slots->count + view.size - 1) / view.size, windows = 0;
-    if (make_room(self, 2 * heads) < 0) {
+        return answer(&read, 0);
+    if (make_room(self, 2 * heads, serial) < 0) {
         let_go(&read);
         return NULL;
     }
-    int32_t *before = self->before;
     /* The window side first: what proves an entry is that its full page is live, too. */
-    if (what & FREES_WINDOW) {
-        windows = end_pages(self, WINDOW, slots, mapping, what, serial, before, heads);
-        if (windows < heads) {
-            revive_pages(&view, WINDOW, slots, mapping, before, windows);
-            return answer(&read, 0);
+    int right = (!(what & FREES_WINDOW) ||
+                 end_pages(self, WINDOW, slots, mapping, what, serial, heads)) &&
+                (!(what & FREES_FULL) ||
+                 end_pages(self, FULL, slots, mapping, what, serial, heads));
+    if (!right) {
+        revive(self, FREED | QUEUED | serial);
+        self->touched = touched_before;
+    } else if (what & FREES_FULL && view.size > 1) {
+        for (int64_t k = 0; k < heads; k++) {
+            int64_t slot = item(slots, k * view.size);
+            int64_t reach = inside_page(&view, slot) + slots->count - k * view.size;
+            view.named[page_of(&view, slot, view.outside[FULL])] = (int32_t)clamp(reach, view.size);
         }
     }
-    if (what & FREES_FULL) {
-        int64_t done = end_pages(self, FULL, slots, mapping, what, serial, before + heads, heads);
-        if (done < heads) {
-            revive_pages(&view, FULL, slots, mapping, before + heads, done);
-            revive_pages(&view, WINDOW, slots, mapping, before, windows);
-            self->touched -= windows > 0;
-            return answer(&read, 0);
-        }
-        if (view.size > 1)
-            for (int64_t k = 0; k < heads; k++) {
-                int64_t slot = item(slots, k * view.size);
-                int64_t reach = inside_page(&view, slot) + slots->count - k * view.size;
-                view.named[page_of(&view, slot, view.outside[FULL])] =
-                    (int32_t)clamp(reach, view.size);
-            }
-    }
-    return answer(&read, 1);
+    return answer(&read, right);
+}
+
+/* take_back(serial): the free of this serial, the last that was let run, did not happen: its pages
+ * live on, but those that came to the free list meanwhile. */
+static PyObject *take_back(PyObject *object, PyObject *which)
+{
+    Books *self = (Books *)object;
+    int64_t serial = PyLong_AsLongLong(which);
+    if (serial == -1 && PyErr_Occurred())
+        return NULL;
+    if (serial == self->ended_serial)
+        revive(self, FREED | QUEUED | self->ended_serial);
+    Py_RETURN_NONE;
 }
 
 /* The page of what enters a free list: of a page id (`pages`) or a slot. */
@@ -690,7 +710,7 @@ static PyObject *came_alone(PyObject *object, PyObject *const *args, Py_ssize_t 
     int side = read.number[0] & 1, pages = read.number[0] >> 1 & 1;
     int32_t *born = view.born[side], serial = (int32_t)read.number[1];
     int64_t outside = view.outside[side], k = 0;
-    if (make_room(self, items.count) < 0) {
+    if (make_room(self, items.count, serial) < 0) {
         let_go(&read);
         return NULL;
     }
@@ -699,15 +719,16 @@ static PyObject *came_alone(PyObject *object, PyObject *const *args, Py_ssize_t 
         int64_t page = page_in(&view, item(&items, k), outside, pages);
         if (page == 0 || page == outside || born[page] >= FREED)
             break;
-        self->before[k] = born[page];
+        self->ended[self->ends++] = (Ended){side, (int32_t)page, born[page]};
         born[page] = FREED | serial;
         touch_pages(&now, page, page);
     }
     int right = k == items.count;
-    while (!right && k--)
-        born[page_in(&view, item(&items, k), outside, pages)] = self->before[k];
     if (right)
         end_touch(&now, side, 1, serial);
+    else
+        revive(self, FREED | serial);
+    self->ends = 0;
     return answer(&read, right);
 }
 
@@ -718,7 +739,7 @@ static PyObject *left_behind(PyObject *object, PyObject *const *args, Py_ssize_t
     const View view = view_of(self);
     const Items *slots = &read.items[0], *mapping = &read.items[1];
     if (!is_mapping(mapping))
-        return refuse(&read, "left_behind: not a mapping");
+        return answer(&read, 1);
     int64_t rows = (mapping->count < view.stamps ? mapping->count : view.stamps) - 1;
     int left = 0;
     for (int64_t k = 0; k < slots->count && !left; k++) {
@@ -741,6 +762,7 @@ static PyMethodDef books_methods[] = {
     METHOD(took),
     METHOD(continued),
     METHOD(freed),
+    {"take_back", take_back, METH_O, NULL},
     METHOD(came),
     METHOD(came_alone),
     METHOD(left_behind),

@@ -143,6 +143,8 @@ static PyObject *leave(PyObject *object, PyObject *unused)
 {
     Steps *self = (Steps *)object;
     (void)unused;
+    if (self->watched < 1)
+        return PyErr_Format(PyExc_RuntimeError, "nothing is watched any more");
     for (int k = 0; k < self->watched; k++) {
         PyObject *found = PyDict_GetItemWithError(self->dicts[k], self->names[k]);
         if (PyErr_Occurred())
@@ -160,6 +162,10 @@ static PyObject *leave(PyObject *object, PyObject *unused)
 static int what_changed(Steps *self)
 {
     int changed = 0, last = self->watched - 1;
+    if (last < 0) {
+        PyErr_SetString(PyExc_RuntimeError, "nothing is watched any more");
+        return -1;
+    }
     for (int k = 0; k < self->watched; k++) {
         PyObject *found = PyDict_GetItemWithError(self->dicts[k], self->names[k]);
         if (!found && PyErr_Occurred())

@@ -224,7 +224,22 @@ def _free(pair: Pair) -> Any:
             torchs.note_named(slots, torch.zeros_like(slots, dtype=torch.bool), segment=True)
         if what & FREES_WINDOW:
             torchs.window.queue(torchs.window.pages_of(pair.mapping[heads]), SERIAL)
+        if dice.random() < 0.3:
+            _take_back(pair, before)
     return found if found is not None else _same(pair)
+
+
+def _take_back(pair: Pair, before: list[Any]) -> None:
+    """The release gave up; of what was freed a part had come to the free list by then."""
+    mark = FREED | QUEUED | SERIAL
+    for side, ledger in enumerate((pair.torch.full, pair.torch.window)):
+        ended = (ledger.born == mark).nonzero().reshape(-1).tolist()
+        ended = [page for page in ended if before[side][page] != mark]
+        came = pair.dice.sample(ended, pair.dice.randint(0, len(ended)))
+        assert pair.books.came(torch.tensor(came, dtype=torch.int64), side, True)
+        for page in ended:
+            ledger.born[page] = mark & ~QUEUED if page in came else before[side][page]
+    pair.books.take_back(SERIAL)
 
 
 class _NotOnceError(GuardViolation):
@@ -317,8 +332,8 @@ CHANGES = {
     "full generation": ("((stamp >= born) | (born >= FREED))", "1"),
     "freed full page": ("(stamp >= born) | (born >= FREED)", "stamp >= born"),
     "owner": ("(view->owner[slot] == (int32_t)row)", "1"),
-    "page is full": (" || !inside_page(&view, item(lengths, k) - read.number[0])", ""),
-    "length less one": ("item(lengths, k) - read.number[0]", "item(lengths, k)"),
+    "page is full": (" || !inside_page(&view, (int64_t)((uint64_t)item(lengths, k) - less))", ""),
+    "length less one": ("(uint64_t)item(lengths, k) - less", "(uint64_t)item(lengths, k)"),
     "nothing continued": ("row < 0 || !inside", "!inside"),
     "proof of what is continued": ("right = entry > 0 && entry < view.owners && proves(&view, row, "
                                    "entry)", "right = entry > 0 && entry < view.owners"),
@@ -330,25 +345,28 @@ CHANGES = {
     "must be mapped": ("return what & ALL_MAPPED ? -1 : 0;", "return 0;"),
     "entry proved": (" || !proves(view, slot, entry))\n", ")\n"),
     "freed mark": ("mark = FREED | QUEUED | serial", "mark = FREED | serial"),
-    "window revived": ("            revive_pages(&view, WINDOW, slots, mapping, before, windows);\n"
-                       "            self->touched", "            self->touched"),
-    "window revived alone": ("            revive_pages(&view, WINDOW, slots, mapping, before, "
-                             "windows);\n            return", "            return"),
-    "full revived": ("revive_pages(&view, FULL, slots, mapping, before + heads, done);", ";"),
+    "revived": ("        revive(self, FREED | QUEUED | serial);\n", ""),
+    "oldest last": ("ended[--self->ends];", "ended[0]; self->ends--;"),
     "reach": ("view.named[page_of(&view, slot, view.outside[FULL])] =", "(void)"),
     "comes queued": ("born[page] < (FREED | QUEUED)", "born[page] < FREED"),
     "comes once": ("born[page] &= ~QUEUED;\n    }", "\n    }"),
     "queued again": (" |= QUEUED;\n    return", " |= 0;\n    return"),
     "alone live": ("page == outside || born[page] >= FREED)", "page == outside)"),
-    "alone revived": ("outside, pages)] = self->before[k];", "outside, pages)] += 0;"),
+    "alone revived": ("revive(self, FREED | serial);", ";"),
     "left behind": ("left |= entry > 0 && entry < view.owners && proves(&view, row, entry)",
                     "left |= entry > 0"),
     "left behind free": (" || view.born[FULL][page] < FREED)\n            continue", ")\n"
                          "            continue"),
-    "begun": ("page == outside || inside_page(&view, slot))", "page == outside)"),
-    "owner written": ("= (int32_t)row;", "= 0;"),
-    "stamp written": ("view.stamp[row] = serial;", ""),
-    "runs": ("page == (int64_t)now->run.last + 1", "page >= (int64_t)now->run.last + 1"),
+    "begun": ("first += first == 0 || inside_page(&view, slot);", "first += first == 0;"),
+    "padding begun": ("first += first == 0 || inside_page", "first += inside_page"),
+    "gaps": ("        if (gaps)\n            break;\n", ""),
+    "last of a run": ("run < count && item(items, k + run) - first == run", "run < count"),
+    "run beyond the books": ("row < 0 || row > view.stamps - run || ", ""),
+    "taken back": ("        revive(self, FREED | QUEUED | self->ended_serial);", "        ;"),
+    "what came stays free": ("if (*born == mark)", "if (1)"),
+    "owner written": ("= (int32_t)(row + j);", "= 0;"),
+    "stamp written": ("view.stamp[row + j] = serial;", ";"),
+    "runs": ("first == (int64_t)now->run.last + 1", "first >= (int64_t)now->run.last + 1"),
     "int32": ("items->wide ? ((const int64_t *)items->at)[k] : ((const int32_t *)items->at)[k]",
               "((const int32_t *)items->at)[k]"),
     "strided": ("fits = is_true(PyObject_CallMethodNoArgs(tensor, name_is_contiguous));", ";"),

@@ -64,10 +64,40 @@ def full_side_left_and_allocated_in_a_group(pool: Any, books: Books) -> None:
     books["last"] = pools.extend_surely(pool, 4)
 
 
+def freed_again_in_a_group_and_handed_out(pool: Any, books: Books) -> None:
+    """A page that is free already is freed again in a group, and handed out before that ends.
+
+    Seen to fail on releases that make a queued free only then, and for direct frees on the full
+    pool: the page was taken from its new owner, in silence.
+    """
+    mine, books["other"] = pools.extend_surely(pool, 8), pools.extend_surely(pool, 8)
+    _free_row(pool, mine)
+    assert len(pool.full_attn_allocator.free_pages) > 0
+    pool.free_group_begin()
+    pool.free(mine)
+    while pool.available_size() >= 8:
+        books[f"next {len(books)}"] = pools.extend_surely(pool, 8)
+    pool.free_group_end()
+
+
+def freed_again_directly_in_a_group_and_handed_out(pool: Any, books: Books) -> None:
+    """The same on the full sub-allocator alone."""
+    mine, books["other"] = pools.extend_surely(pool, 8), pools.extend_surely(pool, 8)
+    _free_row(pool, mine)
+    assert len(pool.full_attn_allocator.free_pages) > 0
+    pool.free_group_begin()
+    pool.full_attn_allocator.free(mine)
+    while pool.available_size() >= 8:
+        books[f"next {len(books)}"] = pools.extend_surely(pool, 8)
+    pool.free_group_end()
+
+
 FAULTS: tuple[Callable[[Any, Books], None], ...] = (
     freed_again_after_its_group,
     full_side_left_in_a_group,
     full_side_left_and_allocated_in_a_group,
+    freed_again_in_a_group_and_handed_out,
+    freed_again_directly_in_a_group_and_handed_out,
 )
 
 

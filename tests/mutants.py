@@ -203,6 +203,29 @@ def freed_twice_between_two_sides(pool: Any) -> bool:
     return bool(audit(pool, {"one": one, "two": two})) or not _counted(pool)
 
 
+def freed_again_in_a_group_and_handed_out(pool: Any) -> bool:
+    row, other = pools.extend_surely(pool, 8), pools.extend_surely(pool, 8)
+    pool.free(row)
+    pools.settle(pool)
+    pool.free_group_begin()
+    pool.free(row)
+    held = {"other": other}
+    while pool.available_size() >= 8:
+        held[str(len(held))] = pools.extend_surely(pool, 8)
+    pool.free_group_end()
+    return bool(audit(pool, held)) or not _counted(pool)
+
+
+def the_release_gives_up_in_a_free(pool: Any) -> bool:
+    """Its caller corrects the call, and makes it again."""
+    row = pools.extend_surely(pool, 8)
+    try:
+        pool.free_segment(row, start_pos=1)
+    except AssertionError:
+        pool.free_segment(row, start_pos=0)
+    return bool(audit(pool, {})) or bool(_counted(pool))
+
+
 def caller_writes_into_what_it_was_given(pool: Any) -> bool:
     row, other = pools.extend_surely(pool, 4), pools.extend_surely(pool, 4)
     kept = row.clone()
@@ -407,6 +430,15 @@ MUTANTS = (
     Mutant(
         "guard.check_repointed", ("0.5.18",), put(PoolGuard, "check_repointed", _nothing),
         case("S2", "enforce"),
+    ),
+    Mutant(
+        "guard.check_handed_out_since", ("0.5.12", "0.5.18"),
+        put(PoolGuard, "check_handed_out_since", _nothing),
+        scene(freed_again_in_a_group_and_handed_out),
+    ),
+    Mutant(
+        "guard.take_back_free: what the release did not do was done", ("0.5.23",),
+        put(PoolGuard, "take_back_free", _nothing), scene(the_release_gives_up_in_a_free),
     ),
     Mutant(
         "guard.recheck_continued", ALL, put(PoolGuard, "recheck_continued", _nothing),

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from hicache_guard.core.match import Chunked, Full, Paths, Rule, State, Window, match
 from hicache_guard.core.syncs import SyncCounter
+from hicache_guard.repro import ring
 
 #: Which positions a computed token at ``r`` reads back, by kind of group.
 Reads = Callable[[int], Sequence[int]]
@@ -240,3 +241,29 @@ def test_why_a_round_robin_buffer_cannot_be_reused(width: int) -> None:
     # One place is to spare: of W positions a resume reads W - 1.
     assert resumes(ring) == [end - 1, end] if width > 2 else resumes(ring)[-1] == end
     assert resumes(paged) == list(range(1, end + 1))
+
+
+@pytest.mark.parametrize("window", [1, 2, 3, 8, 13])
+@pytest.mark.parametrize("spare", [0, 1, 5])
+def test_a_ring_serves_no_prefix_but_the_last_few_tokens(window: int, spare: int) -> None:
+    """Closed form: a ring of C slots keeps the tokens from n - C on, and r needs W - 1 before it.
+
+    The check that fails without proof: a match by tokens allows every r, and all but these read
+    another token's KV.
+    """
+    capacity = window + spare
+    for tokens in range(1, 3 * capacity + 2):
+        held = ring.filled(capacity, tokens)
+        sound = {r for r in range(tokens + 1) if not ring.wrong_reads(held, r, window)}
+        kept_from = max(0, tokens - capacity)
+        expected = {
+            r for r in range(tokens + 1)
+            if window == 1 or r == 0 or max(0, r - window + 1) >= kept_from
+        }  # fmt: skip
+        assert sound == expected
+        assert ring.proved(held, tokens, window) == max(expected)
+        if window > 1 and tokens > capacity + 1:
+            pseudo_hits = set(range(tokens + 1)) - sound
+            assert tokens - capacity in pseudo_hits
+            # Nothing but the end can be resumed: the last 1 + spare + 1 points.
+            assert len(sound - {0}) == spare + 2

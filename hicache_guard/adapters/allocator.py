@@ -360,7 +360,11 @@ def _free(
     try:
         if guard.passes_free(index, sides.what | link.must_be_mapped):
             link.vetting = True
-            original(link.allocator(), index, **where)
+            try:
+                original(link.allocator(), index, **where)
+            except BaseException:
+                guard.take_back_free()
+                raise
             link.vetting = False
         elif guard.lazy:
             _note_and_free(Free(original, link, index, where, sides, segment))
@@ -380,14 +384,18 @@ def _free_both(original: Method, name: str, *, segment: bool) -> Method:
 
     def hooked(allocator: Any, free_index: torch.Tensor, **where: int) -> None:
         link = allocator.__dict__.get(ATTRIBUTE)
-        if (
-            link is None
-            or link.vetting
-            or not free_index.shape[0]
-            or (name in link.deferred and in_free_group(allocator))
-        ):
+        if link is None or link.vetting or not free_index.shape[0]:
             original(allocator, free_index, **where)
             return
+        if name in link.deferred and in_free_group(allocator):
+            # It only joins the open group, and is checked when that ends.
+            link.joined.append((free_index.to(torch.int64, copy=True), link.guard.serial))
+            original(allocator, free_index, **where)
+            return
+        if link.joined:
+            free_index = _as_joined(link, free_index)
+            if not free_index.shape[0]:
+                return
         _free(original, link, free_index, where, _BOTH, segment, name)
 
     return hooked
@@ -465,6 +473,23 @@ free_swa = Factory(lambda original: _free_window(original, "free_swa", segment=F
 free_swa_segment = Factory(
     lambda original: _free_window(original, "free_swa_segment", segment=True)
 )
+
+
+def _as_joined(link: AllocatorLink, free_index: torch.Tensor) -> torch.Tensor:
+    """The part of a queued free whose pages are still those that were meant when it was queued.
+
+    Where a page was handed out since, it belongs to somebody else by now; it is left out (enforce).
+    """
+    slots = torch.cat([slots for slots, _ in link.joined])
+    serials = [serial for _, serial in link.joined]
+    counts = [slots.shape[0] for slots, _ in link.joined]
+    link.joined = []
+    if slots.shape[0] != free_index.shape[0]:
+        return free_index  # not the queue that was noted: something else flushed it
+    since = torch.tensor(serials, device=slots.device).repeat_interleave(torch.tensor(counts))
+    link.guard.backlog.settle()  # what was handed out since may only be noted
+    bad = link.guard.check_handed_out_since(slots, since)
+    return free_index if bad is None else free_index[~bad]
 
 
 def _as_queued(link: AllocatorLink, free_index: torch.Tensor) -> torch.Tensor:
@@ -578,14 +603,18 @@ def _free_full_only(original: Method, name: str, *, segment: bool) -> Method:
 
     def hooked(allocator: Any, free_index: torch.Tensor, **where: int) -> None:
         link = allocator.__dict__.get(ATTRIBUTE)
-        if (
-            link is None
-            or link.vetting
-            or not free_index.shape[0]
-            or (name in link.deferred and in_free_group(allocator))
-        ):
+        if link is None or link.vetting or not free_index.shape[0]:
             original(allocator, free_index, **where)
             return
+        if name in link.deferred and in_free_group(allocator):
+            # It only joins the open group, and is checked when that ends.
+            link.joined.append((free_index.to(torch.int64, copy=True), link.guard.serial))
+            original(allocator, free_index, **where)
+            return
+        if link.joined:
+            free_index = _as_joined(link, free_index)
+            if not free_index.shape[0]:
+                return
         _free(original, link, free_index, where, _FULL, segment, name)
 
     return hooked
@@ -714,7 +743,7 @@ def clear(original: Method, allocator: Any) -> None:
     with link.operation("clear"):
         original(allocator)
         link.guard.backlog.clear()
-        link.queued = []
+        link.queued, link.joined = [], []
         link.guard.cleared(allocator.full_attn_allocator.size, allocator.swa_attn_allocator.size)
 
 

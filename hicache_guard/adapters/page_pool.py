@@ -317,7 +317,7 @@ def _release(
             pages=are_pages,
             distinct=distinct,
             padding_expected=owner.padding_expected,
-            queued=not direct,
+            queued=guard.compiled is not None and not (direct or owner.eager),
         )
     slots = (items * ledger.page_size if are_pages else items).to(torch.int64, copy=True)
     if ledger is guard.full and not owner.vetting:

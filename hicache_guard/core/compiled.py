@@ -69,6 +69,12 @@ class Books(Protocol):
         ``slots`` are consecutive from a page boundary, or of one-slot pages.
         """
 
+    def take_back(self, serial: int, /) -> None:
+        """The last free that was let run, of this serial, did not happen after all.
+
+        Its pages live on, but those that came to the free list meanwhile.
+        """
+
     def came(self, items: torch.Tensor, side: int, pages: bool, /) -> bool:
         """Whether all that enters a free list is on its way there, each page once."""
 

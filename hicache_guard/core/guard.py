@@ -483,6 +483,11 @@ class PoolGuard:
             return False
         return books.freed(slots, self.map.mapping, what, self.serial)
 
+    def take_back_free(self) -> None:
+        """The release gave up in a free that was passed: pages that did not come yet live on."""
+        if self.compiled is not None:
+            self.compiled.take_back(self.serial)
+
     def passes_release(
         self, ledger: PageLedger, items: torch.Tensor, *, pages: bool, direct: bool
     ) -> bool:
@@ -549,7 +554,7 @@ class PoolGuard:
 
         ``distinct`` for a release that does not remove duplicates itself. With ``padding_expected``
         page 0 is bad but not counted: the fault that brought it here was counted already. With
-        ``queued`` a page that is on its way is one that may come.
+        ``queued`` only a page that is on its way may come.
         """
         slots = (items * ledger.page_size if pages else items).to(torch.int64, copy=True)
         return self._vet(
@@ -575,7 +580,7 @@ class PoolGuard:
         # Observe lets a release hand out what is no page: it is nobody's all the same.
         dead = (found >= FREED) | (pages == 0) | (pages == ledger.outside)
         if queued:
-            dead &= found < FREED | QUEUED
+            dead = found < FREED | QUEUED
         bad = dead
         suspicions = [
             Suspicion(Fault.NEGATIVE_INDEX, lambda: slots < 0),
@@ -684,6 +689,23 @@ class PoolGuard:
             found=self.window.generations(self.window.pages_of(now)),
             other=now,
         )
+        count = self.judge(verdict, self.full)
+        return bad if self.mode is Mode.ENFORCE and count else None
+
+    def check_handed_out_since(
+        self, slots: torch.Tensor, since: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Check that the pages of full ``slots`` were not handed out after operation ``since``.
+
+        Both int64. For a free that a group queued as it came, and that is made only when the group
+        ends. Returns (enforce) the mask of those that were, or None where there are none; waits for
+        the device there.
+        """
+        found = self.full.generations(self.full.pages_of(slots))
+        bad = (found > since) & (found < FREED)
+        verdict = Verdict(bad, slots, [Suspicion(Fault.DOUBLE_FREE, lambda: bad)], found=found)
+        if self.mode is Mode.ENFORCE:
+            self.wait_for(verdict)
         count = self.judge(verdict, self.full)
         return bad if self.mode is Mode.ENFORCE and count else None
 

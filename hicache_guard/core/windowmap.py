@@ -116,8 +116,9 @@ class WindowMap:
         born = self._window.generations(self._window.pages_of(slots))
         holds = (owner > 0) & (born < FREED) & (self.stamp.index_select(0, owner) >= born)
         owner = torch.where(holds, owner, 0)
-        held = torch.zeros_like(self.mapping).scatter_(0, owner, slots)
-        count = torch.zeros_like(self.mapping).scatter_add_(0, owner, torch.ones_like(slots))
+        nothing = torch.zeros(self.mapping.shape, dtype=torch.int64, device=slots.device)
+        count = nothing.scatter_add(0, owner, torch.ones_like(slots))
+        held = nothing.scatter_(0, owner, slots)
         return torch.where(count == 1, held, 0).index_select(0, full)
 
     def erase(self, full: torch.Tensor, keep: torch.Tensor) -> None:
@@ -152,7 +153,8 @@ class WindowMap:
         """
         known = rows.items.clamp(0, self.mapping.shape[0] - 2)
         inside = entries.items.clamp(0, self.owner.shape[0] - 1)
-        beyond = any_differs(known, rows.items) | any_differs(inside, entries.items)
+        beyond = _any_beyond(rows.items, self.mapping.shape[0] - 2)
+        beyond |= _any_beyond(entries.items, self.owner.shape[0] - 1)
         if some_empty:
             return beyond | (~self.proved(known, inside)).any()
         return beyond | self.any_unproved(known, inside) | (entries.items.min() < 1)
@@ -216,3 +218,8 @@ class WindowMap:
     def nbytes(self) -> int:
         """Bytes of device memory held, the mapping itself not counted."""
         return self.stamp.nbytes + self.owner.nbytes
+
+
+def _any_beyond(items: torch.Tensor, most: int) -> torch.Tensor:
+    """Whether (0-dim bool) an index lies outside 0..``most``, however far."""
+    return (items.min() < 0) | (items.max() > most)
