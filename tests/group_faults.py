@@ -92,12 +92,32 @@ def freed_again_directly_in_a_group_and_handed_out(pool: Any, books: Books) -> N
     pool.free_group_end()
 
 
+def freed_again_in_a_group_among_others(pool: Any, books: Books) -> None:
+    """The same while rightful frees of both kinds wait in the group.
+
+    Seen to fail on 0.5.19: what waited was mistaken for the queue of another free.
+    """
+    mine, books["other"] = pools.extend_surely(pool, 8), pools.extend_surely(pool, 8)
+    both, sides = pools.extend_surely(pool, 4), pools.extend_surely(pool, 4)
+    _free_row(pool, mine)
+    assert len(pool.full_attn_allocator.free_pages) > 0
+    pool.free_group_begin()
+    pool.free(mine)
+    pool.free(both)
+    pool.free_swa(sides)
+    getattr(pool, "free_full", pool.free)(sides)
+    while pool.available_size() >= 8:
+        books[f"next {len(books)}"] = pools.extend_surely(pool, 8)
+    pool.free_group_end()
+
+
 FAULTS: tuple[Callable[[Any, Books], None], ...] = (
     freed_again_after_its_group,
     full_side_left_in_a_group,
     full_side_left_and_allocated_in_a_group,
     freed_again_in_a_group_and_handed_out,
     freed_again_directly_in_a_group_and_handed_out,
+    freed_again_in_a_group_among_others,
 )
 
 

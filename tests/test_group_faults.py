@@ -31,7 +31,7 @@ def test_faults_around_a_group_are_contained(version: str) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
-    assert len(rows) == 5 * 2 * 3 * 2
+    assert len(rows) == 6 * 2 * 3 * 2
     for name, page_size, mode, compiled, counted, found, raised in rows:
         where = (name, page_size, mode, compiled, found)
         assert counted, where

@@ -389,11 +389,12 @@ def _free_both(original: Method, name: str, *, segment: bool) -> Method:
             return
         if name in link.deferred and in_free_group(allocator):
             # It only joins the open group, and is checked when that ends.
-            link.joined.append((free_index.to(torch.int64, copy=True), link.guard.serial))
+            joined = (free_index.to(torch.int64, copy=True), link.guard.serial)
+            link.joined.setdefault(name, []).append(joined)
             original(allocator, free_index, **where)
             return
-        if link.joined:
-            free_index = _as_joined(link, free_index)
+        if link.ending and name in link.joined:
+            free_index = _as_joined(link, name, free_index)
             if not free_index.shape[0]:
                 return
         _free(original, link, free_index, where, _BOTH, segment, name)
@@ -444,7 +445,7 @@ def _free_window(original: Method, name: str, *, segment: bool) -> Method:
             link.queued.append((rows, guard.map.mapping.index_select(0, known)))
             original(allocator, free_index, **where)
             return
-        if link.queued:
+        if link.ending and link.queued:
             free_index = _as_queued(link, free_index)
             if not free_index.shape[0]:
                 return
@@ -475,15 +476,15 @@ free_swa_segment = Factory(
 )
 
 
-def _as_joined(link: AllocatorLink, free_index: torch.Tensor) -> torch.Tensor:
+def _as_joined(link: AllocatorLink, name: str, free_index: torch.Tensor) -> torch.Tensor:
     """The part of a queued free whose pages are still those that were meant when it was queued.
 
     Where a page was handed out since, it belongs to somebody else by now; it is left out (enforce).
     """
-    slots = torch.cat([slots for slots, _ in link.joined])
-    serials = [serial for _, serial in link.joined]
-    counts = [slots.shape[0] for slots, _ in link.joined]
-    link.joined = []
+    joined = link.joined.pop(name)
+    slots = torch.cat([slots for slots, _ in joined])
+    serials = [serial for _, serial in joined]
+    counts = [slots.shape[0] for slots, _ in joined]
     if slots.shape[0] != free_index.shape[0]:
         return free_index  # not the queue that was noted: something else flushed it
     since = torch.tensor(serials, device=slots.device).repeat_interleave(torch.tensor(counts))
@@ -608,11 +609,12 @@ def _free_full_only(original: Method, name: str, *, segment: bool) -> Method:
             return
         if name in link.deferred and in_free_group(allocator):
             # It only joins the open group, and is checked when that ends.
-            link.joined.append((free_index.to(torch.int64, copy=True), link.guard.serial))
+            joined = (free_index.to(torch.int64, copy=True), link.guard.serial)
+            link.joined.setdefault(name, []).append(joined)
             original(allocator, free_index, **where)
             return
-        if link.joined:
-            free_index = _as_joined(link, free_index)
+        if link.ending and name in link.joined:
+            free_index = _as_joined(link, name, free_index)
             if not free_index.shape[0]:
                 return
         _free(original, link, free_index, where, _FULL, segment, name)
@@ -743,7 +745,7 @@ def clear(original: Method, allocator: Any) -> None:
     with link.operation("clear"):
         original(allocator)
         link.guard.backlog.clear()
-        link.queued, link.joined = [], []
+        link.queued, link.joined = [], {}
         link.guard.cleared(allocator.full_attn_allocator.size, allocator.swa_attn_allocator.size)
 
 

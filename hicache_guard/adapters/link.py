@@ -75,9 +75,9 @@ class AllocatorLink:
     a hybrid allocation runs whose outcome is noted at its end. ``captured_window``: the window
     slots that the running allocation took. ``captured_last``: the translation of the slots
     that it continues after. ``queued``: window frees that wait for their group to end, as (full
-    slots, what their entries held when queued); ``joined``: frees of the full side that do, as
-    (full slots, the serial of the last operation then). ``given``: the slots that the running free
-    hands to the release, and a tensor of the same that nobody else writes into.
+    slots, what their entries held when queued); ``joined``: frees of the full side that do, by
+    name, as (full slots, the serial of the last operation then). ``given``: the slots that the
+    running free hands to the release, and a tensor of the same that nobody else writes into.
     """
 
     def __init__(self, allocator: Any, guard: PoolGuard, release: Release) -> None:
@@ -100,7 +100,7 @@ class AllocatorLink:
         self.eager = False
         self.ending = False
         self.queued: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.joined: list[tuple[torch.Tensor, int]] = []
+        self.joined: dict[str, list[tuple[torch.Tensor, int]]] = {}
         self.taking = False
         self.given: tuple[torch.Tensor, torch.Tensor] | None = None
         #: What opens and closes short operations, where the books are compiled.
