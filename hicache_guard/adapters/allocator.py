@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 
 from hicache_guard.adapters import hooks, page_pool
@@ -487,7 +488,9 @@ def _as_joined(link: AllocatorLink, name: str, free_index: torch.Tensor) -> torc
     counts = [slots.shape[0] for slots, _ in joined]
     if slots.shape[0] != free_index.shape[0]:
         return free_index  # not the queue that was noted: something else flushed it
-    since = torch.tensor(serials, device=slots.device).repeat_interleave(torch.tensor(counts))
+    # By numpy: torch's operator would look at the counts on the device.
+    since = torch.from_numpy(np.repeat(np.array(serials), counts))
+    since = since.to(slots.device, non_blocking=True)
     link.guard.backlog.settle()  # what was handed out since may only be noted
     bad = link.guard.check_handed_out_since(slots, since)
     return free_index if bad is None else free_index[~bad]
