@@ -121,6 +121,17 @@ static int version_of(PyObject *tensor, int64_t *version)
     return *version == -1 && PyErr_Occurred() ? -1 : 0;
 }
 
+/* The k-th attribute is as it should be. */
+static int expect_what_is_there(Steps *self, long k)
+{
+    PyObject *found = PyDict_GetItemWithError(self->dicts[k], self->names[k]);
+    if (!found && PyErr_Occurred())
+        return -1;
+    Py_XINCREF(found);
+    Py_XSETREF(self->expected[k], found);
+    return 0;
+}
+
 /* accept(number): one of the attributes that are watched is as it should be. */
 static PyObject *accept(PyObject *object, PyObject *which)
 {
@@ -130,11 +141,8 @@ static PyObject *accept(PyObject *object, PyObject *which)
         return NULL;
     if (k < 0 || k >= self->watched)
         return PyErr_Format(PyExc_IndexError, "accept: there is no such attribute");
-    PyObject *found = PyDict_GetItemWithError(self->dicts[k], self->names[k]);
-    if (!found && PyErr_Occurred())
+    if (expect_what_is_there(self, k) < 0)
         return NULL;
-    Py_XINCREF(found);
-    Py_XSETREF(self->expected[k], found);
     Py_RETURN_NONE;
 }
 
@@ -145,13 +153,9 @@ static PyObject *leave(PyObject *object, PyObject *unused)
     (void)unused;
     if (self->watched < 1)
         return PyErr_Format(PyExc_RuntimeError, "nothing is watched any more");
-    for (int k = 0; k < self->watched; k++) {
-        PyObject *found = PyDict_GetItemWithError(self->dicts[k], self->names[k]);
-        if (PyErr_Occurred())
+    for (int k = 0; k < self->watched; k++)
+        if (expect_what_is_there(self, k) < 0)
             return NULL;
-        Py_XINCREF(found);
-        Py_XSETREF(self->expected[k], found);
-    }
     PyObject *last = self->expected[self->watched - 1];
     if (!last || version_of(last, &self->version) < 0)
         return last ? NULL : PyErr_Format(PyExc_KeyError, "what is watched is gone");

@@ -380,8 +380,8 @@ def _free(
         link.stop()
 
 
-def _free_both(original: Method, name: str, *, segment: bool) -> Method:
-    """The hook of a free of both sides."""
+def _free_full_side(original: Method, name: str, sides: Sides, *, segment: bool) -> Method:
+    """The hook of a free of the full side, or of both."""
 
     def hooked(allocator: Any, free_index: torch.Tensor, **where: int) -> None:
         link = allocator.__dict__.get(ATTRIBUTE)
@@ -398,7 +398,7 @@ def _free_both(original: Method, name: str, *, segment: bool) -> Method:
             free_index = _as_joined(link, name, free_index)
             if not free_index.shape[0]:
                 return
-        _free(original, link, free_index, where, _BOTH, segment, name)
+        _free(original, link, free_index, where, sides, segment, name)
 
     return hooked
 
@@ -410,19 +410,27 @@ def _both_at_once(free: Free) -> None:
     safe = _without_bad(link, free.index, vetted)
     guard.note_named(slots, vetted.bad, segment=segment)
     if safe.numel():
-        _follow_entries(link, torch.where(vetted.bad, 0, slots), segment=segment)
-        if _waits_for_group(link):
-            named = torch.where(vetted.bad, 0, slots)
-            guard.vouch(guard.full, guard.full.pages_of(named))
-        link.vetted = (safe, vetted) if safe is free.index else None
-        _run_vetted(free, safe)
+        named = torch.where(vetted.bad, 0, slots)
+        _follow_entries(link, named, segment=segment)
+        _run_vetted_full(free, safe, named, vetted)
+
+
+def _run_vetted_full(free: Free, safe: torch.Tensor, named: torch.Tensor, vetted: Vetted) -> None:
+    """As ``_run_vetted``, of a free that names the full slots ``named`` (0 for the bad ones)."""
+    link, guard = free.link, free.link.guard
+    if _waits_for_group(link):
+        guard.vouch(guard.full, guard.full.pages_of(named))
+    link.vetted = (safe, vetted) if safe is free.index else None
+    _run_vetted(free, safe)
 
 
 _BOTH = Sides(_both_at_once, full=True, window=True)
 
 
-free = Factory(lambda original: _free_both(original, "free", segment=False))
-free_segment = Factory(lambda original: _free_both(original, "free_segment", segment=True))
+free = Factory(lambda original: _free_full_side(original, "free", _BOTH, segment=False))
+free_segment = Factory(
+    lambda original: _free_full_side(original, "free_segment", _BOTH, segment=True)
+)
 
 
 def _free_window(original: Method, name: str, *, segment: bool) -> Method:
@@ -602,34 +610,12 @@ def _follow_entries(link: AllocatorLink, slots: torch.Tensor, *, segment: bool) 
         guard.vouch(guard.window, guard.window.pages_of(entries))
 
 
-def _free_full_only(original: Method, name: str, *, segment: bool) -> Method:
-    """The hook of a free of the full side alone."""
-
-    def hooked(allocator: Any, free_index: torch.Tensor, **where: int) -> None:
-        link = allocator.__dict__.get(ATTRIBUTE)
-        if link is None or link.vetting or not free_index.shape[0]:
-            original(allocator, free_index, **where)
-            return
-        if name in link.deferred and in_free_group(allocator):
-            # It only joins the open group, and is checked when that ends.
-            joined = (free_index.to(torch.int64, copy=True), link.guard.serial)
-            link.joined.setdefault(name, []).append(joined)
-            original(allocator, free_index, **where)
-            return
-        if link.ending and name in link.joined:
-            free_index = _as_joined(link, name, free_index)
-            if not free_index.shape[0]:
-                return
-        _free(original, link, free_index, where, _FULL, segment, name)
-
-    return hooked
-
-
 def _full_at_once(free: Free) -> None:
     link, guard, segment = free.link, free.link.guard, free.segment
     slots = free.index.to(torch.int64, copy=True)
     vetted = guard.vet_slots(slots, segment=segment)
-    live, count = guard.check_peers_released(torch.where(vetted.bad, 0, slots))
+    named = torch.where(vetted.bad, 0, slots)
+    live, count = guard.check_peers_released(named)
     safe = _without_bad(link, free.index, vetted)
     if guard.mode is Mode.ENFORCE:
         if count:
@@ -639,19 +625,15 @@ def _full_at_once(free: Free) -> None:
             guard.note_full_only(slots)  # the next allocation releases what was left
     guard.note_named(slots, vetted.bad, segment=segment)
     if safe.numel():
-        if _waits_for_group(link):
-            named = torch.where(vetted.bad, 0, slots)
-            guard.vouch(guard.full, guard.full.pages_of(named))
-        link.vetted = (safe, vetted) if safe is free.index else None
-        _run_vetted(free, safe)
+        _run_vetted_full(free, safe, named, vetted)
 
 
 _FULL = Sides(_full_at_once, full=True, window=False)
 
 
-free_full = Factory(lambda original: _free_full_only(original, "free_full", segment=False))
+free_full = Factory(lambda original: _free_full_side(original, "free_full", _FULL, segment=False))
 free_full_segment = Factory(
-    lambda original: _free_full_only(original, "free_full_segment", segment=True)
+    lambda original: _free_full_side(original, "free_full_segment", _FULL, segment=True)
 )
 
 

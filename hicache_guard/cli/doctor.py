@@ -44,7 +44,7 @@ def doctor(
         report = _report(environment, mode)
     except ConfigError:
         if not as_json:
-            _show_environment()  # whatever is wrong, this is what there is
+            _show_environment(_environment())  # whatever is wrong, this is what there is
         raise
     report["environment"] = _environment()
     missing = [hook for hook in report["hooks"] if hook["status"] == "missing"]
@@ -107,16 +107,16 @@ def _cpu_checks() -> str:
     return "compiled" if why_not is None else f"collected, in torch ({why_not})"
 
 
-def _show_environment() -> None:
-    facts = Table("what", "found", title="Environment")
-    for name, value in _environment().items():
-        facts.add_row(name, value)
-    Console().print(facts)
+def _show_environment(facts: dict[str, str]) -> None:
+    table = Table("what", "found", title="Environment")
+    for name, value in facts.items():
+        table.add_row(name, value)
+    Console().print(table)
 
 
 def _show(report: dict[str, Any], missing: list[dict[str, str]]) -> None:
     console = Console()
-    _show_environment()
+    _show_environment(report["environment"])
     table = Table("class", "hook", "status", title=f"SGLang {report['version']}, {report['mode']}")
     for hook in report["hooks"]:
         hook["seam"] = hook["seam"].rpartition(".")[2]
