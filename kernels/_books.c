@@ -10,7 +10,7 @@
  * Every slot is whatever a caller handed in: it is checked or clamped against the books before it is
  * followed. No address is kept but those of the books, whose buffers are held.
  *
- * Names: "born", "claims", "named", "stamp" and "owner" are the int32 books. The last page of a
+ * Names: "born", "claims", "named", "stamp", "owner" and "since" are the int32 books. The last page of a
  * ledger, "outside", stands for every page beyond the pool.
  */
 
@@ -168,7 +168,7 @@ typedef struct {
 } Ended;
 
 enum { FULL, WINDOW };
-enum { BORN_FULL, BORN_WINDOW, NAMED, STAMP, OWNER, ARRAYS };
+enum { BORN_FULL, BORN_WINDOW, NAMED, STAMP, OWNER, SINCE, ARRAYS };
 
 typedef struct {
     PyObject_HEAD
@@ -183,6 +183,8 @@ typedef struct {
     int64_t touched;
     Run *runs;
     int64_t written;
+    int in_tree;  /* whether a prefix tree's own method runs */
+    int betrayed; /* whether somebody else freed a full page that a tree holds */
 } Books;
 
 static int take_array(Books *self, int which, PyObject *from)
@@ -200,7 +202,7 @@ static int take_array(Books *self, int which, PyObject *from)
     return 0;
 }
 
-/* Books(page_size, born_full, born_window, named, stamp, owner) */
+/* Books(page_size, born_full, born_window, named, stamp, owner, since) */
 static PyObject *books_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     long long size;
@@ -209,7 +211,8 @@ static PyObject *books_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         PyErr_SetString(PyExc_TypeError, "Books takes no keywords");
         return NULL;
     }
-    if (!PyArg_ParseTuple(args, "LOOOOO", &size, &from[0], &from[1], &from[2], &from[3], &from[4]))
+    if (!PyArg_ParseTuple(args, "LOOOOOO", &size, &from[0], &from[1], &from[2], &from[3], &from[4],
+                          &from[5]))
         return NULL;
     Books *self = (Books *)type->tp_alloc(type, 0);
     if (!self)
@@ -222,6 +225,7 @@ static PyObject *books_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     const Array *array = self->array;
     if (size < 1 || array[BORN_FULL].count < 2 || array[BORN_WINDOW].count < 2 ||
         array[STAMP].count < 2 || array[OWNER].count < 1 ||
+        array[SINCE].count != array[BORN_FULL].count ||
         (size > 1 && array[NAMED].count != array[BORN_FULL].count)) {
         Py_DECREF(self);
         PyErr_SetString(PyExc_ValueError, "Books: sizes do not fit");
@@ -262,7 +266,7 @@ static inline int64_t clamp(int64_t value, int64_t most)
  * Books themselves for all that a compiler knows, and everything would be read anew for each slot. */
 typedef struct {
     int64_t size, outside[2], stamps, owners;
-    int32_t *born[2], *named, *stamp, *owner;
+    int32_t *born[2], *named, *stamp, *owner, *since;
     int shift;
 } View;
 
@@ -278,6 +282,7 @@ static View view_of(const Books *self)
         .named = array[NAMED].at,
         .stamp = array[STAMP].at,
         .owner = array[OWNER].at,
+        .since = array[SINCE].at,
         .shift = self->shift,
     };
 }
@@ -406,10 +411,11 @@ static PyObject *touched(PyObject *object, PyObject *const *args, Py_ssize_t giv
 /* -- arguments -------------------------------------------------------------------------------- */
 
 #define MAX_TENSORS 3
+#define MAX_NUMBERS 4
 
 typedef struct {
     Items items[MAX_TENSORS];
-    int64_t number[2];
+    int64_t number[MAX_NUMBERS];
 } Arguments;
 
 static void let_go(Arguments *read)
@@ -598,7 +604,7 @@ static int end_pages(Books *self, int side, const Items *slots, const Items *map
     Ended *ended = self->ended;
     int64_t ends = self->ends;
     Touching now = touching(self);
-    int right = 1;
+    int right = 1, betrayed = 0;
     for (int64_t k = 0; k < heads; k++) {
         int64_t slot = item(&from, k * view.size), page;
         if (side == WINDOW) {
@@ -612,6 +618,7 @@ static int end_pages(Books *self, int side, const Items *slots, const Items *map
             break;
         if (!page)
             continue;
+        betrayed |= side == FULL && born[page] <= view.since[page];
         ended[ends++] = (Ended){side, (int32_t)page, born[page]};
         born[page] = mark;
         touch_pages(&now, page, page);
@@ -619,6 +626,7 @@ static int end_pages(Books *self, int side, const Items *slots, const Items *map
     self->ends = ends;
     if (right)
         end_touch(&now, side, 1, serial);
+    self->betrayed |= betrayed && !self->in_tree;
     return right;
 }
 
@@ -715,10 +723,12 @@ static PyObject *came_alone(PyObject *object, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     Touching now = touching(self);
+    int betrayed = 0;
     for (; k < items.count; k++) {
         int64_t page = page_in(&view, item(&items, k), outside, pages);
         if (page == 0 || page == outside || born[page] >= FREED)
             break;
+        betrayed |= side == FULL && born[page] <= view.since[page];
         self->ended[self->ends++] = (Ended){side, (int32_t)page, born[page]};
         born[page] = FREED | serial;
         touch_pages(&now, page, page);
@@ -729,6 +739,7 @@ static PyObject *came_alone(PyObject *object, PyObject *const *args, Py_ssize_t 
     else
         revive(self, FREED | serial);
     self->ends = 0;
+    self->betrayed |= betrayed && !self->in_tree;
     return answer(&read, right);
 }
 
@@ -754,6 +765,79 @@ static PyObject *left_behind(PyObject *object, PyObject *const *args, Py_ssize_t
     return answer(&read, left);
 }
 
+/* -- prefix trees ----------------------------------------------------------------------------- */
+
+/* in_tree(yes): whether a prefix tree's own method runs from now on: what is freed is its to free. */
+static PyObject *in_tree(PyObject *object, PyObject *yes)
+{
+    ((Books *)object)->in_tree = yes == Py_True;
+    Py_RETURN_NONE;
+}
+
+/* betrayed(): whether somebody but the trees freed a full page that a tree holds. */
+static PyObject *betrayed(PyObject *object, PyObject *none)
+{
+    (void)none;
+    return PyBool_FromLong(((Books *)object)->betrayed);
+}
+
+/* A full slot whose page may be given to a tree, or is held by one: its page, else 0. */
+static inline int64_t live_page(const View *view, int64_t slot)
+{
+    int64_t page = page_of(view, slot, view->outside[FULL]);
+    return page == view->outside[FULL] || view->born[FULL][page] >= FREED ? 0 : page;
+}
+
+/* Whether the entry of a slot leads to a live window slot of its own. */
+static inline int has_window(const View *view, const Items *mapping, int64_t slot)
+{
+    if (slot > mapping->count - 2 || slot > view->stamps - 2)
+        return 0;
+    int64_t entry = item(mapping, slot);
+    return entry > 0 && entry < view->owners && proves(view, slot, entry);
+}
+
+/* adopted(slots, mapping, start, end, evicted, serial): whether a tree may take slots[start:end] over;
+ * those at `evicted` and beyond with their window side. The tree vouches for them from now on. */
+static PyObject *adopted(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    READ(2, 4)
+    const Items slots = read.items[0], mapping = read.items[1];
+    int64_t start = read.number[0], end = read.number[1], evicted = read.number[2];
+    if (start < 0 || end > slots.count)
+        return refuse(&read, "adopted: a range beyond the slots");
+    if (!is_mapping(&mapping))
+        return answer(&read, 0);
+    const View view = view_of(self);
+    for (int64_t k = start; k < end; k++) {
+        int64_t slot = item(&slots, k);
+        if (!live_page(&view, slot) || (k >= evicted && !has_window(&view, &mapping, slot)))
+            return answer(&read, 0);
+    }
+    for (int64_t k = start; k < end; k++)
+        view.since[page_of(&view, item(&slots, k), view.outside[FULL])] = (int32_t)read.number[3];
+    return answer(&read, 1);
+}
+
+/* held(slots, mapping, need): whether a tree holds the last `need` of `slots` still as it took them
+ * over, window side and all; never once it was betrayed. */
+static PyObject *held(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    READ(2, 1)
+    const Items slots = read.items[0], mapping = read.items[1];
+    const View view = view_of(self);
+    int64_t need = read.number[0], k = slots.count - need;
+    if (self->betrayed || need < 0 || k < 0 || !is_mapping(&mapping))
+        return answer(&read, 0);
+    int right = 1;
+    for (; k < slots.count && right; k++) {
+        int64_t slot = item(&slots, k), page = live_page(&view, slot);
+        right = page > 0 && view.born[FULL][page] <= view.since[page] &&
+                has_window(&view, &mapping, slot) && view.stamp[slot] <= view.since[page];
+    }
+    return answer(&read, right);
+}
+
 /* -- module ----------------------------------------------------------------------------------- */
 
 #define METHOD(function) {#function, (PyCFunction)(void (*)(void))function, METH_FASTCALL, NULL}
@@ -766,6 +850,10 @@ static PyMethodDef books_methods[] = {
     METHOD(came),
     METHOD(came_alone),
     METHOD(left_behind),
+    {"in_tree", in_tree, METH_O, NULL},
+    {"betrayed", betrayed, METH_NOARGS, NULL},
+    METHOD(adopted),
+    METHOD(held),
     METHOD(touched),
     {NULL, NULL, 0, NULL},
 };

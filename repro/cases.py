@@ -266,21 +266,12 @@ def _c13() -> Bench:
     return bench
 
 
-def _read_window(bench: Bench, path: Slots, window: int) -> None:
-    """What the window layers would do next: read the last W - 1 tokens of the matched prefix."""
-    tail = path[max(0, len(path) - (window - 1)) :]
-    if not len(tail):
-        return
-    from hicache_guard.adapters.link import link_of
-
-    link = link_of(bench.allocator)
-    if link is not None:
-        with link.operation("window read of a matched prefix"):
-            length, _ = link.guard.prove_tail(path, window)
-        tail = tail[len(tail) - int(length) :] if link.guard.mode.value == "enforce" else tail
-    read = bench.allocator.translate_loc_from_full_to_swa(tail)
-    if bool((read <= 0).any()):
-        raise WrongSlot(f"the window layers read slots {read.tolist()} of a prefix called a hit")
+def _wrong_read(bench: Bench, path: Slots, window: int) -> str | None:
+    """What the window layers would do next, read the last W - 1 tokens of a match; None if right."""
+    read = bench.allocator.translate_loc_from_full_to_swa(path[max(0, len(path) - (window - 1)) :])
+    if not bool((read <= 0).any()):
+        return None
+    return f"the window layers read slots {read.tolist()} of a prefix called a hit"
 
 
 def _c14(*, unified: bool, core: str = "python") -> Bench:
@@ -295,7 +286,9 @@ def _c14(*, unified: bool, core: str = "python") -> Bench:
     bench.look()
     bench.take("B", 8)
     path = bench.do("they are asked for", lambda: tree.match(range(16)))
-    bench.do("and read", lambda: _read_window(bench, path, tree.WINDOW))
+    wrong = bench.do("and read", lambda: _wrong_read(bench, path, tree.WINDOW))
+    if wrong:
+        raise WrongSlot(wrong)
     return bench
 
 
@@ -309,9 +302,13 @@ def _c15(*, core: str = "python") -> Bench:
         lambda: tree.insert(range(16), mine),
     )
     bench.drop("tree")
+    path = bench.do("it is asked for", lambda: tree.match(range(16)))
+    wrong = bench.do("and read", lambda: _wrong_read(bench, path, tree.WINDOW))
     bench.do("and evicted", lambda: tree.evict(16))
     bench.look()
     bench.take("B", 16)
+    if wrong:
+        raise WrongSlot(wrong)
     return bench
 
 

@@ -41,6 +41,7 @@ HOMES: dict[str, tuple[str, ...]] = {
         f"{_MEM}.unified_cache_components.swa_component",
     ),
     "HiCacheController": ("sglang.srt.managers.cache_controller",),
+    "StreamingSession": ("sglang.srt.session.streaming_session",),
 }
 
 MODULES = tuple(dict.fromkeys(module for homes in HOMES.values() for module in homes))

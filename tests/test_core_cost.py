@@ -135,7 +135,11 @@ class Pools:
 
     def read(self) -> None:
         self.guard.translate(self.row, self.window)
-        self.guard.prove_tail(self.row, 4 * self.size)
+
+    def match(self) -> None:
+        self.guard.adopt(self.row, self.size, 2 * self.size)
+        self.guard.prove_prefixes([self.row, self.row[: 2 * self.size]], 3 * self.size)
+        self.guard.check_row(self.row, self.size, self.guard.serial)
 
 
 OPERATIONS: dict[str, Callable[[Pools], None]] = {
@@ -147,6 +151,7 @@ OPERATIONS: dict[str, Callable[[Pools], None]] = {
     "mapping write": Pools.write,
     "full side alone": Pools.leave_peers,
     "read": Pools.read,
+    "match": Pools.match,
 }
 
 

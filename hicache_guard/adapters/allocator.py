@@ -391,6 +391,8 @@ def _free_full_side(original: Method, name: str, sides: Sides, *, segment: bool)
         if name in link.deferred and in_free_group(allocator):
             # It only joins the open group, and is checked when that ends.
             joined = (free_index.to(torch.int64, copy=True), link.guard.serial)
+            if link.guard.trees_working:
+                link.guard.withdraw(joined[0])
             link.joined.setdefault(name, []).append(joined)
             original(allocator, free_index, **where)
             return

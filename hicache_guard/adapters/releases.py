@@ -56,6 +56,40 @@ _STATE = ("backup_state", "restore_state")
 _SEGMENTS = ("free_segment", "free_swa_segment", "free_full", "free_full_segment")
 
 
+#: What every prefix tree has, and what some have besides.
+_TREE = ("__init__", "reset", "match_prefix", "insert", "evict")
+
+
+#: How a request gives a tree what it has computed.
+_BY_REQUEST = ("cache_unfinished_req", "cache_finished_req")
+
+
+#: A session lends its row again from turn to turn.
+_SESSIONS = Seam(
+    "sglang.srt.session.streaming_session",
+    "StreamingSession",
+    "session",
+    ("try_cache_finished_req", "release_session", "find_active_slot"),
+)
+
+
+def _trees(*more: str, legacy: bool) -> tuple[Seam, ...]:
+    """The trees of hybrid models. ``more``: methods of the unified tree."""
+    unified = Seam(
+        f"{_MEM}.unified_radix_cache",
+        "UnifiedRadixCache",
+        "prefix_tree",
+        (*_TREE, "load_back", "init_load_back", "check_hicache_events", *more),
+    )
+    old = Seam(f"{_MEM}.swa_radix_cache", "SWARadixCache", "prefix_tree", (*_TREE, *_BY_REQUEST))
+    return (old, unified, _SESSIONS) if legacy else (unified, _SESSIONS)
+
+
+_TREES_UNTIL_18 = _trees(*_BY_REQUEST, legacy=True)
+_TREES_19_20 = _trees(*_BY_REQUEST, "evict_for_alloc", legacy=True)
+_TREES_21 = _trees("cache_unfinished_req", "evict_for_alloc", legacy=False)
+_TREES_SINCE_22 = _trees("checkpoint_into_tree", "evict_for_alloc", legacy=False)
+
 _DSV4 = f"{_MEM}.deepseek_v4_memory_pool"
 _TRANSLATIONS = tuple(
     Seam(module, cls, "kv_pool", ("translate_loc_from_full_to_swa",))
@@ -208,19 +242,27 @@ RELEASES: dict[str, Release] = {
     for release in (
         *_alike(
             ("0.5.12", "0.5.12.post1"),
-            (*_until_16(_BEFORE_13), *_REMEMBERED_TRANSLATIONS),
+            (*_until_16(_BEFORE_13), *_REMEMBERED_TRANSLATIONS, *_TREES_UNTIL_18),
             frees_whole_pages=False,
         ),
-        *_alike(("0.5.13", "0.5.13.post1"), _until_16(_SINCE_13), frees_whole_pages=False),
-        *_alike(("0.5.14",), _until_16(_SINCE_13)),
         *_alike(
-            ("0.5.15", "0.5.15.post1"), (*_until_16(_SINCE_13), *_PURE_WINDOW, *_WRITERS_15_16)
+            ("0.5.13", "0.5.13.post1"),
+            (*_until_16(_SINCE_13), *_TREES_UNTIL_18),
+            frees_whole_pages=False,
         ),
-        *_alike(("0.5.16",), (*_until_16(_SINCE_13, "resize"), *_PURE_WINDOW, *_WRITERS_15_16)),
-        *_alike(("0.5.17",), (*_17_to_19(_BASE), *_PURE_WINDOW, *_WRITERS_17_18)),
+        *_alike(("0.5.14",), (*_until_16(_SINCE_13), *_TREES_UNTIL_18)),
+        *_alike(
+            ("0.5.15", "0.5.15.post1"),
+            (*_until_16(_SINCE_13), *_PURE_WINDOW, *_WRITERS_15_16, *_TREES_UNTIL_18),
+        ),
+        *_alike(
+            ("0.5.16",),
+            (*_until_16(_SINCE_13, "resize"), *_PURE_WINDOW, *_WRITERS_15_16, *_TREES_UNTIL_18),
+        ),
+        *_alike(("0.5.17",), (*_17_to_19(_BASE), *_PURE_WINDOW, *_WRITERS_17_18, *_TREES_UNTIL_18)),
         *_alike(
             ("0.5.18",),
-            (*_17_to_19(_HYBRID), *_PURE_WINDOW, *_WRITERS_17_18),
+            (*_17_to_19(_HYBRID), *_PURE_WINDOW, *_WRITERS_17_18, *_TREES_UNTIL_18),
             deferred_frees=frozenset({"free", "free_swa"}),
         ),
         *_alike(
@@ -228,16 +270,25 @@ RELEASES: dict[str, Release] = {
             (
                 *_17_to_19(_HYBRID, "clear_full_to_swa_mapping", "free_full"),
                 *_PURE_WINDOW,
+                *_TREES_19_20,
             ),
             deferred_frees=frozenset({"free", "free_full"}),
             resolves_in_group=True,
         ),
-        *_alike(
-            ("0.5.20", "0.5.21", "0.5.22", "0.5.23"),
-            _SINCE_20,
-            deferred_frees=frozenset(),
-            resolves_in_group=True,
-            segment_frees=True,
+        *(
+            release
+            for versions, trees in (
+                (("0.5.20",), _TREES_19_20),
+                (("0.5.21",), _TREES_21),
+                (("0.5.22", "0.5.23"), _TREES_SINCE_22),
+            )
+            for release in _alike(
+                versions,
+                (*_SINCE_20, *trees),
+                deferred_frees=frozenset(),
+                resolves_in_group=True,
+                segment_frees=True,
+            )
         ),
     )
 }

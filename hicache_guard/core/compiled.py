@@ -19,6 +19,7 @@ import torch
 from hicache_guard.core.journal import ACTING_FOR, Steps
 from hicache_guard.core.ledger import PageLedger
 from hicache_guard.core.windowmap import WindowMap
+from hicache_guard.core.witness import Witness
 
 try:
     _books: Any = importlib.import_module("hicache_guard.kernels._books")
@@ -87,6 +88,33 @@ class Books(Protocol):
     def left_behind(self, slots: torch.Tensor, mapping: torch.Tensor, /) -> bool:
         """Whether a full page of ``slots`` is free and still has a proved entry."""
 
+    def in_tree(self, yes: bool, /) -> None:
+        """Whether a prefix tree's own method runs from now on: what is freed is its to free."""
+
+    def betrayed(self) -> bool:
+        """Whether somebody but the trees freed a full page that a tree holds, at any time."""
+
+    def adopted(
+        self,
+        slots: torch.Tensor,
+        mapping: torch.Tensor,
+        start: int,
+        end: int,
+        evicted: int,
+        serial: int,
+        /,
+    ) -> bool:
+        """Whether a tree may take ``slots[start:end]`` over; it vouches for them after a yes.
+
+        Those at ``evicted`` and beyond with their window side.
+        """
+
+    def held(self, slots: torch.Tensor, mapping: torch.Tensor, need: int, /) -> bool:
+        """Whether a tree holds the last ``need`` of ``slots`` as it took them over.
+
+        Never once it was betrayed.
+        """
+
     def touched(self, side: int, page: int, /) -> list[tuple[int, int]]:
         """The serials of the last operations on a page, newest first, and 1 for a free."""
 
@@ -100,11 +128,11 @@ def steps(watched: list[tuple[dict[str, Any], str]]) -> Steps:
     return made
 
 
-def books(full: PageLedger, window: PageLedger, book: WindowMap) -> Books | None:
+def books(full: PageLedger, window: PageLedger, book: WindowMap, witness: Witness) -> Books | None:
     """The compiled books of a pair of pools, over the memory of the torch ones; None without."""
     if why_not() is not None or book.mapping.device.type != "cpu":
         return None
-    kept = (full.born, window.born, full.named, book.stamp, book.owner)
+    kept = (full.born, window.born, full.named, book.stamp, book.owner, witness.since)
     arrays = [tensor.numpy() for tensor in kept]
     made: Books = _books.Books(full.page_size, *arrays)
     return made

@@ -30,6 +30,10 @@ class Fault(enum.Enum):
     KEPT_PAGES = "kept-pages"
     BYPASS = "bypass"
     UNPROVED_WINDOW = "unproved-window"
+    LOCK_DRIFT = "lock-drift"
+    FOREIGN_PREFIX = "foreign-prefix"
+    DEAD_TOKENS_CACHED = "dead-tokens-cached"
+    EVICTED_TOKENS_CACHED = "evicted-tokens-cached"
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,22 @@ FACTS: dict[Fault, FaultFacts] = {
     Fault.KEPT_PAGES: FaultFacts("an allocation failed on one side and kept pages of the other"),
     Fault.BYPASS: FaultFacts("pool state was changed behind the guard's seams"),
     Fault.UNPROVED_WINDOW: FaultFacts(
-        "a prefix is reused although its window tail cannot be proved", ("C14", "C15")
+        "a prefix is reused although its window tail cannot be proved",
+        ("C14", "C15"),
+        (17061, 35129, 38815),
+    ),
+    Fault.FOREIGN_PREFIX: FaultFacts(
+        "a prefix is reused although its full KV was freed since it was cached", (), (29352,)
+    ),
+    Fault.DEAD_TOKENS_CACHED: FaultFacts(
+        "tokens are cached whose KV was never computed, or is free", (), (24252,)
+    ),
+    Fault.EVICTED_TOKENS_CACHED: FaultFacts(
+        "tokens are cached as live whose window KV is gone",
+        ("C15",),
+        (23259, 27770, 29350, 34823),
+    ),
+    Fault.LOCK_DRIFT: FaultFacts(
+        "acquires and releases of a tree lock do not pair", (), (24153, 27038, 28161, 36350)
     ),
 }

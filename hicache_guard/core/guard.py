@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 from types import FrameType
 
 import numpy as np
@@ -22,12 +23,15 @@ from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.faults import Fault
 from hicache_guard.core.journal import Journal, Operation
 from hicache_guard.core.ledger import FREED, QUEUED, SERIAL, PageLedger
+from hicache_guard.core.match import Full, Paths, Rule, Window
 from hicache_guard.core.modes import Mode
+from hicache_guard.core.proof import Adopted, Proved
 from hicache_guard.core.report import Report, Violation, describe_operation, generation_text, tell
 from hicache_guard.core.tally import Tally
 from hicache_guard.core.undo import UndoLog, UndoLogs
 from hicache_guard.core.verdict import Finding, Suspicion, Verdict, Vetted
 from hicache_guard.core.windowmap import WindowMap
+from hicache_guard.core.witness import Witness
 
 logger = logging.getLogger("hicache_guard")
 
@@ -70,6 +74,7 @@ class PoolGuard:
         self.full = PageLedger("full", full_slots // page_size, page_size, device, self.undo)
         self.window = PageLedger("window", window_slots // page_size, page_size, device, self.undo)
         self.map = WindowMap(mapping, self.full, self.window, self.undo)
+        self.witness = Witness(self.full, device, self.undo)
         self.compiled: Books | None = None
         self._compile()
         self.journal = Journal()
@@ -78,6 +83,10 @@ class PoolGuard:
         self.operation: Operation | None = None
         #: Set once an entry of the mapping may be wrong: from then on translations are validated.
         self.mapping_suspect = False
+        #: Set once a page that a prefix tree holds may be somebody else's: from then on the whole
+        #: path of every match is judged, not only its window.
+        self.trees_suspect = False
+        self.trees_working = False
         self._on_report = on_report
         self._reported: set[tuple[int, Fault]] = set()
         self._under_way: deque[tuple[Verdict, PageLedger, Operation]] = deque()
@@ -96,7 +105,7 @@ class PoolGuard:
     def _compile(self) -> None:
         """Take the memory of the books over; to be called where they were allocated anew."""
         if self.mode is not Mode.STRICT:  # which must be able to take back what it wrote
-            self.compiled = compiled.books(self.full, self.window, self.map)
+            self.compiled = compiled.books(self.full, self.window, self.map, self.witness)
 
     # -- operations ----------------------------------------------------------------------------
 
@@ -136,6 +145,9 @@ class PoolGuard:
         self.backlog.settle()
         self.operation = None
         shift = self.serial // 2
+        if self.compiled is not None and self.compiled.betrayed():
+            self.trees_suspect = True
+        self.witness.rebase(shift, self.map)
         self.map.rebase(shift)
         self.full.rebase(shift)
         self.window.rebase(shift)
@@ -222,6 +234,7 @@ class PoolGuard:
         if len(self._reported) >= MAX_REPORTED:
             self._reported.clear()
         self._reported.add(key)
+        self.trees_suspect = True
         self.tally.violations[violation.fault] += 1
         self.tally.slots[violation.fault] += violation.slots
         seen = self.tally.violations[violation.fault]
@@ -538,6 +551,7 @@ class PoolGuard:
             ledger.release(pages, self.serial)
             self.backlog.vouch(ledger, pages)
         elif self.compiled is not None:
+            self._see_trees_betrayed(ledger, pages)
             ledger.queue(pages, self.serial)
 
     def vet_release(
@@ -797,6 +811,7 @@ class PoolGuard:
     def released(self, ledger: PageLedger, slots: torch.Tensor) -> None:
         """Slots (int64, in range) entered ``ledger``'s free list with their pages."""
         pages = ledger.pages_of(slots)
+        self._see_trees_betrayed(ledger, pages)
         ledger.release(pages, self.serial)
         self._touch("freed", ledger, pages)
 
@@ -827,6 +842,8 @@ class PoolGuard:
         written = torch.where(bad, 0, window) if self.mode is Mode.ENFORCE else window
         held = torch.where(bad, 0, window).clamp(0, self.map.owner.numel() - 1)
         self.map.record(rows, held, self.serial)
+        if self.trees_working:
+            self.witness.renew(rows, self.serial)
         return written
 
     def overdue_aliases(self) -> None:
@@ -946,28 +963,174 @@ class PoolGuard:
             return window
         return torch.where(bad.reshape(window.shape), torch.zeros_like(window), window)
 
-    def prove_tail(self, full: torch.Tensor, window_size: int) -> tuple[torch.Tensor, Verdict]:
-        """How many of the last ``min(window_size - 1, n)`` full slots can be proved readable.
+    # -- prefix trees --------------------------------------------------------------------------
 
-        ``full`` is the path of a prefix, int64, oldest first. Returns the length (0-dim int64) of
-        the run of mapped and proved entries that ends at the resume point, and the verdict on the
-        whole tail. The rule is vLLM's and the seed article's: the window needs W - 1 tokens.
+    def tree_works(self, yes: bool) -> None:
+        """Whether a prefix tree's own method runs from now on: pages that it frees are its own."""
+        self.trees_working = yes
+        if self.compiled is not None:
+            self.compiled.in_tree(yes)
+
+    def adopt(self, slots: torch.Tensor, start: int, evicted: int) -> Adopted:
+        """A request is about to give ``slots[start:]`` (int64, a row) to a prefix tree.
+
+        Those at ``evicted`` and beyond are said to have their window side. Tokens whose KV was
+        never computed, or is gone, must not be cached as live. Returns (enforce, where known now)
+        what may be taken over; the tree vouches for what is live of it from now on.
         """
-        need = min(window_size - 1, full.numel())
-        tail = full[full.numel() - need :]
-        window = self.map.mapping.index_select(0, tail)
-        good = (window > 0) & self.map.proved(tail, window)
-        bad = ~good
+        end = slots.shape[0]
+        given = slots[start:]
+        pages = self.full.pages_of(given)
+        born = self.full.generations(pages)
+        dead = (born >= FREED) | (pages == 0)
+        entries = self._entries(given)
+        place = torch.arange(start, end, device=given.device)
+        gone = (place >= evicted) & ~self._has_window(given, entries) & ~dead
         verdict = Verdict(
-            bad,
-            tail,
-            [Suspicion(Fault.UNPROVED_WINDOW, lambda: bad)],
-            expected=self.map.stamp.index_select(0, tail),
-            found=self.window.generations(self.window.pages_of(window)),
-            other=window,
+            dead | gone,
+            given,
+            [
+                Suspicion(Fault.DEAD_TOKENS_CACHED, lambda: dead),
+                Suspicion(Fault.EVICTED_TOKENS_CACHED, lambda: gone),
+            ],
+            found=born,
+            other=entries.clamp(0, self.map.owner.shape[0] - 1),
         )
-        self.judge(verdict, self.full)
-        return good.flip(0).cumprod(0).sum(), verdict
+        count = self.judge(verdict, self.full)
+        found = Adopted(end, evicted)
+        if self.mode is Mode.ENFORCE and count:
+            found = self._adoptable(dead, gone, start, evicted)
+        # What could not be looked at yet is vouched for all the same where it is live: a match
+        # reads what the pools say then, and not what was said here.
+        self.witness.vouch(torch.where(dead, 0, given)[: max(0, found.end - start)], self.serial)
+        return found
+
+    def _adoptable(
+        self, dead: torch.Tensor, gone: torch.Tensor, start: int, evicted: int
+    ) -> Adopted:
+        """What may be taken over of a row with ``dead`` full slots and ``gone`` window slots."""
+        size, end = self.page_size, start + dead.shape[0]
+        if bool(dead.any()):
+            end = (start + int(dead.to(torch.uint8).argmax())) // size * size
+        gone = gone[: max(0, end - start)]
+        if bool(gone.any()):
+            last = start + int(gone.nonzero()[-1])
+            evicted = min(-(-(last + 1) // size) * size, end)
+        return Adopted(end, evicted)
+
+    def _entries(self, slots: torch.Tensor) -> torch.Tensor:
+        """The mapping entries of full slots (int64); some slot's for what lies outside."""
+        return self.map.mapping.index_select(0, slots.clamp(0, self.map.mapping.shape[0] - 2))
+
+    def _has_window(self, slots: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+        """Mask (bool) of the ``slots`` whose ``entries`` lead to a live window slot of theirs."""
+        rows = slots.clamp(0, self.map.mapping.shape[0] - 2)
+        inside = entries.clamp(0, self.map.owner.shape[0] - 1)
+        held = (rows == slots) & (inside == entries) & (entries > 0)
+        return held & self.map.proved(rows, inside)
+
+    def first_unproved(self, slots: torch.Tensor, windowed: torch.Tensor) -> int:
+        """How many leading ``slots`` (int64) a tree holds still as it took them over.
+
+        Of those under ``windowed`` (bool) the window side, too. Reads the device.
+        """
+        good = self.witness.live(slots, self.map, self._entries(slots))
+        good |= ~windowed & self.witness.resident(slots)
+        return int(good.to(torch.uint8).cumprod(0).sum())
+
+    def check_row(self, slots: torch.Tensor, need: int, since: int) -> bool:
+        """Whether a row (int64 full slots) that was put by after operation ``since`` still holds.
+
+        All of its full side, and the window side of its last ``need`` tokens. In observe mode the
+        answer is yes, while the verdict travels.
+        """
+        pages = self.full.pages_of(slots)
+        born = self.full.generations(pages)
+        entries = self._entries(slots)
+        stamp = self.map.stamp.index_select(0, slots.clamp(0, self.map.stamp.shape[0] - 1))
+        foreign = born > since
+        tail = torch.arange(slots.shape[0], device=slots.device) >= slots.shape[0] - need
+        unproved = tail & ~foreign & ~(self._has_window(slots, entries) & (stamp <= since))
+        verdict = Verdict(
+            foreign | unproved,
+            slots,
+            [
+                Suspicion(Fault.FOREIGN_PREFIX, lambda: foreign),
+                Suspicion(Fault.UNPROVED_WINDOW, lambda: unproved),
+            ],
+            found=born,
+            other=entries.clamp(min=0),
+        )
+        if self.judge(verdict, self.full) is None and self.mode is not Mode.OBSERVE:
+            self.wait_for(verdict)
+            self.poll()
+        return self.mode is Mode.OBSERVE or not verdict.count
+
+    def adopt_new(self, slots: torch.Tensor, since: int) -> None:
+        """A tree was given pages of full ``slots`` (int64) after operation ``since``: it loaded KV.
+
+        What it held before is not vouched for anew.
+        """
+        fresh = self.full.generations(self.full.pages_of(slots)) > since
+        self.witness.vouch(torch.where(fresh, slots, 0), self.serial)
+
+    def forget_trees(self) -> None:
+        """The tree was emptied: it holds nothing."""
+        self.witness.since.zero_()
+
+    def withdraw(self, slots: torch.Tensor) -> None:
+        """A tree's own method queues a free of full ``slots`` (int64); it holds them no more."""
+        self.witness.vouch(slots, 0)
+
+    def _see_trees_betrayed(self, ledger: PageLedger, pages: torch.Tensor) -> None:
+        """Before ``pages`` are freed: as the compiled books do where they let a free run."""
+        if self.compiled is None or ledger is not self.full or self.trees_working:
+            return  # without them every match is judged as a whole
+        if bool((ledger.generations(pages) <= self.witness.since.index_select(0, pages)).any()):
+            self.trees_suspect = True
+
+    def prove_prefixes(self, paths: Sequence[torch.Tensor], need: int) -> list[Proved]:
+        """How much of each matched path (int64 full slots, oldest first) can be proved.
+
+        All of a path must be what the tree took over, its last ``min(need, n)`` tokens with their
+        window side; a page-aligned point before may be proved where the end is not. One gather for
+        all paths, and one host read where the mode may wait; in observe mode nothing is read and
+        every path counts as proved, while the verdict travels.
+        """
+        lengths = [path.shape[0] for path in paths]
+        slots = paths[0] if len(paths) == 1 else torch.cat(list(paths))
+        entries = self._entries(slots)
+        resident = self.witness.resident(slots)
+        live = self.witness.live(slots, self.map, entries)
+        tail = _tails(lengths, need, slots.device)
+        foreign, unproved = ~resident, tail & resident & ~live
+        verdict = Verdict(
+            foreign | unproved,
+            slots,
+            [
+                Suspicion(Fault.FOREIGN_PREFIX, lambda: foreign),
+                Suspicion(Fault.UNPROVED_WINDOW, lambda: unproved),
+            ],
+            expected=self.witness.since.index_select(0, self.full.pages_of(slots)),
+            found=torch.where(
+                foreign,
+                self.full.generations(self.full.pages_of(slots)),
+                self.window.generations(self.window.pages_of(entries)),
+            ),
+            other=entries.clamp(min=0),
+        )
+        count = self.judge(verdict, self.full)
+        if count is None and self.mode is not Mode.OBSERVE:
+            self.wait_for(verdict)
+            self.poll()
+        if self.mode is Mode.OBSERVE or not verdict.count:
+            return [Proved.whole(length) for length in lengths]
+        candidates = Paths.plan(lengths, self.page_size, slots.device)
+        groups: dict[str, tuple[Rule, torch.Tensor]] = {
+            "full": (Full(), resident),
+            "window": (Window(need), live),
+        }
+        return Proved.of(candidates, groups)
 
     # -- whole-pool events ---------------------------------------------------------------------
 
@@ -986,6 +1149,7 @@ class PoolGuard:
         log = next((log for kept, log in self._backups if kept is state), None)
         if log is None or log.full:
             return False
+        self.trees_suspect = True
         entries = log.entries(self.map.mapping)
         touched = [log.entries(tensor) for tensor in (self.full.born, self.window.born)]
         for ledger, saved in zip((self.full, self.window), touched, strict=True):
@@ -1025,8 +1189,9 @@ class PoolGuard:
         self.full.reset(full_slots // self.page_size, self.serial)
         self.window.reset(window_slots // self.page_size, self.serial)
         self.map.reset()
+        self.witness.reset()
         self._compile()
-        self.mapping_suspect = False
+        self.mapping_suspect = self.trees_suspect = False
 
     def resync(self, ledger: PageLedger, free_pages: torch.Tensor) -> None:
         """A free list was replaced behind the seams: take its word for what is free.
@@ -1034,6 +1199,7 @@ class PoolGuard:
         Costs the size of the pool. Generations of pages that changed state start or end now.
         """
         self.tally.unhooked_writes += 1
+        self.trees_suspect = True
         free = torch.zeros_like(ledger.born, dtype=torch.bool)
         free.index_fill_(0, free_pages.clamp(0, ledger.outside), True)
         free[0] = True
@@ -1044,4 +1210,12 @@ class PoolGuard:
 
     def nbytes(self) -> int:
         """Bytes of device memory that the guard holds beside the pools."""
-        return self.full.nbytes() + self.window.nbytes() + self.map.nbytes()
+        books = (self.full, self.window, self.map, self.witness)
+        return sum(book.nbytes() for book in books)
+
+
+def _tails(lengths: Sequence[int], need: int, device: torch.device) -> torch.Tensor:
+    """Mask (bool) of the last ``need`` tokens of each of some paths that lie end to end."""
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    ends = counts.cumsum(0).repeat_interleave(counts)
+    return (torch.arange(int(counts.sum())) >= ends - need).to(device)

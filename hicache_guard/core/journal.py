@@ -27,7 +27,7 @@ ACTING_FOR: ContextVar[str | None] = ContextVar("hicache_guardACTING_FOR", defau
 
 
 @contextmanager
-def acting_for(request: str) -> Iterator[None]:
+def acting_for(request: str | None) -> Iterator[None]:
     """Name the request on whose behalf the enclosed allocator calls are made, for reports."""
     token = ACTING_FOR.set(request)
     try:
