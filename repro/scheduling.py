@@ -227,6 +227,9 @@ class Server:
             req.lock = self.tree.lock(req.last_node)
             return
         result = self.tree.inc_lock_ref(req.last_node)
+        if hasattr(req, "lock_receipt"):  # 0.5.21
+            req.lock_receipt = result.to_dec_params()
+            return
         req.swa_uuid_for_lock = result.swa_uuid_for_lock
         if hasattr(req, "skip_lock_node_ids"):
             req.skip_lock_node_ids = {}
@@ -256,6 +259,9 @@ class Server:
             req.set_extend_range(start, start + count)
         elif hasattr(req, "extend_end"):
             req.extend_end = start + count
+        elif hasattr(req, "fill_len"):  # 0.5.13 and 0.5.14
+            req.fill_len = start + count
+            req.set_extend_input_len(count)
         else:
             req.fill_ids = req.fill_ids[: start + count]
             req.set_extend_input_len(count)

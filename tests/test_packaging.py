@@ -44,6 +44,7 @@ def test_wheel_holds_one_top_level_name(wheel: Path) -> None:
         assert f"hicache_guard/{folder}/__init__.py" in files
     assert "hicache_guard/py.typed" in files
     assert "hicache_guard/patches/fingerprints.json" in files
+    assert "hicache_guard/dashboards/grafana.json" in files
 
 
 def test_wheel_install_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:

@@ -15,216 +15,20 @@ The policy is in ``core/guard``, the rules are in ``core/match``.
 from __future__ import annotations
 
 import dataclasses
-import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from hicache_guard.adapters import tree_locks
+from hicache_guard.adapters.host_copies import HostTier
 from hicache_guard.adapters.link import AllocatorLink, Factory, link_of
-from hicache_guard.core.journal import ACTING_FOR, acting_for
+from hicache_guard.adapters.recorder import request_of
+from hicache_guard.adapters.tree_link import ATTRIBUTE, TreeLink, component, length_of
+from hicache_guard.core.journal import acting_for
 from hicache_guard.core.ledger import FREED
-from hicache_guard.core.proof import Adopted, Proved
 
 Method = Callable[..., Any]
-
-#: The attribute under which a tree holds its link.
-ATTRIBUTE = "_hicache_guard_tree"
-
-
-class TreeLink:
-    """What the hooks know about one prefix tree over a guarded hybrid allocator.
-
-    ``need`` is how many tokens before a resume point must have window KV: the tree's own window.
-    While a method inserts on behalf of a request, ``request`` names it, ``inserting`` says which
-    method, and ``protected`` is what the tree holds of its row; ``cut`` is where the insertion had
-    to end, None where it need not.
-    """
-
-    def __init__(self, tree: Any, link: AllocatorLink, params: Any) -> None:
-        self.link = link
-        self.guard = link.guard
-        gates = getattr(params, "swa_gates_prefix_match", True)
-        self.need = int(tree.sliding_window_size or 0) if gates else 0
-        self.page_size = int(tree.page_size)
-        self.core: Any = getattr(tree, "tree_core", None)
-        self.request: str | None = None
-        self.inserting: str | None = None
-        self.protected = 0
-        self.cut: int | None = None
-        #: A pseudo-hit was seen: the tree may hold more of what it cannot prove.
-        self.stale_seen = False
-        self.virtual: Any = _virtual_node()
-        self.full, self.window = _component("FULL"), _component("SWA")
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """A method of the tree runs: what it frees is its own."""
-        guard = self.guard
-        if guard.trees_working:
-            yield
-            return
-        guard.tree_works(True)
-        try:
-            yield
-        finally:
-            guard.tree_works(False)
-
-    def judged(self, name: str, request: str | None, check: Callable[[], Any]) -> Any:
-        """Judge slot by slot, as one operation, on behalf of ``request``."""
-        with acting_for(request or self.request or ACTING_FOR.get()), self.link.operation(name):
-            return check()
-
-    # -- insertion ---------------------------------------------------------------------------
-
-    def adopt(self, slots: torch.Tensor, start: int, evicted: int) -> Adopted:
-        """As ``PoolGuard.adopt``; at once where all is in order."""
-        guard = self.guard
-        books, end = guard.compiled, slots.shape[0]
-        start = min(start, end)
-        if (
-            books is not None
-            and not guard.undo.open_now
-            and books.adopted(slots, guard.map.mapping, start, end, evicted, guard.serial)
-        ):
-            return Adopted(end, evicted)
-        row = slots.to(torch.int64)
-        found: Adopted = self.judged("insert", None, lambda: guard.adopt(row, start, evicted))
-        return found
-
-    # -- matches -----------------------------------------------------------------------------
-
-    def slots_of(self, result: Any, *, whole: bool) -> torch.Tensor:
-        """The full slots of a match; only the last of them, window and all, unless ``whole``."""
-        found: torch.Tensor | None = getattr(result, "device_indices", None)
-        if found is not None:
-            return found
-        length, node = result.device_prefix_len, result.last_device_node
-        if not whole:
-            last: torch.Tensor | None = self.core.get_component_device_value(node, self.full)
-            if last is not None and last.shape[0] >= min(self.need, length):
-                return last
-        return self.path_to(node)[:length]
-
-    def path_to(self, node: Any) -> torch.Tensor:
-        """The full slots (int64) on the path from the root to a node."""
-        if self.core is not None and hasattr(self.core, "collect_full_device_indices"):
-            root = self.core.empty_match_result.last_device_node
-            found: torch.Tensor = self.core.collect_full_device_indices(node, root)
-            return found
-        parts = []
-        while node.parent is not None:
-            parts.append(node.component_data[self.full].value)
-            node = node.parent
-        parts = [part for part in reversed(parts) if part is not None]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
-
-    def holds(self, slots: torch.Tensor, length: int) -> bool:
-        """Whether a match of ``length`` tokens that ends in ``slots`` is proved at once."""
-        guard = self.guard
-        books = guard.compiled
-        if books is None or guard.trees_suspect:
-            return False
-        mapping = self.link.state["full_to_swa_index_mapping"]
-        return books.held(slots, mapping, min(self.need, length))
-
-    def overlap(self, tree: Any, key: Any) -> list[tuple[torch.Tensor, bool]]:
-        """The nodes that ``key`` would be inserted over: full slots, and whether with window KV.
-
-        Where a tree core does not say which of its nodes have window KV, all are taken to.
-        """
-        core = self.core
-        if core is not None and hasattr(core, "match_full_device_prefix"):
-            length, node, _ = core.match_full_device_prefix(key)
-            if not hasattr(core, "collect_path_info"):
-                return [(self.path_to(node)[:length], True)]
-            found = []
-            for span in core.collect_path_info([node])[0]:
-                slots = core.get_component_device_value(span.node_id, self.full)
-                window = core.get_component_device_value(span.node_id, self.window)
-                if slots is None:
-                    break
-                found.append((slots[: max(0, length - span.path_start)], window is not None))
-            return found
-        root = getattr(core, "root_node", None) or getattr(tree, "root_node", None)
-        return [] if root is None else self._walk(root, key)
-
-    def _walk(self, node: Any, key: Any) -> list[tuple[torch.Tensor, bool]]:
-        found = []
-        while len(key):
-            node = node.children.get(key.child_key(self.page_size))
-            if node is None:
-                break
-            length = node.key.match(key, page_size=self.page_size)
-            data = getattr(node, "component_data", None)
-            slots = node.value if data is None else data[self.full].value
-            if slots is None or not length:
-                break
-            tombstone = node.swa_tombstone if data is None else data[self.window].value is None
-            found.append((slots[:length], not tombstone))
-            if length < len(node.key):
-                break
-            key = key[length:]
-        return found
-
-    def may_insert(self, tree: Any, key: Any, start: int) -> int:
-        """Up to where an insertion beyond ``start`` runs over nothing that the tree cannot prove.
-
-        The release frees what the request computed in favour of what the tree holds already, and
-        points the request at that; after a pseudo-hit it must not do so blindly.
-        """
-        nodes = self.overlap(tree, key)
-        if not nodes:
-            return len(key)
-        slots = torch.cat([slots for slots, _ in nodes])
-        windowed = torch.cat([torch.full(slots.shape, has) for slots, has in nodes])
-        if slots.shape[0] <= start:
-            return len(key)
-        proved = self.guard.first_unproved(slots[start:], windowed[start:].to(slots.device))
-        if start + proved == slots.shape[0]:
-            return len(key)
-        return max(start, (start + proved) // self.page_size * self.page_size)
-
-    def prove(self, path: torch.Tensor, request: str | None) -> Proved:
-        """Which resume points of a path can be proved; slot by slot."""
-        paths = [path]
-        found: list[Proved] = self.judged(
-            "match_prefix", request, lambda: self.guard.prove_prefixes(paths, self.need)
-        )
-        return found[0]
-
-
-def _length(result: Any) -> int:
-    """Tokens of a match that are on the device."""
-    found = getattr(result, "device_indices", None)
-    return int(result.device_prefix_len if found is None else found.shape[0])
-
-
-def _virtual_node() -> Any:
-    """The class that stands for the tree node of a streaming session."""
-    try:
-        from sglang.srt.session import streaming_session
-    except ImportError:
-        return ()
-    return getattr(streaming_session, "_VirtualNode", ())
-
-
-def _component(name: str) -> Any:
-    """How a unified tree calls one of its parts; None in a release without such a tree."""
-    for home in (
-        "unified_cache.component_type",
-        "unified_cache.components",
-        "unified_cache_components",
-        "unified_cache_components.tree_component",
-    ):
-        try:
-            module = importlib.import_module(f"sglang.srt.mem_cache.{home}")
-            return module.ComponentType[name]
-        except (ImportError, AttributeError):
-            continue
-    return None
-
 
 # -- a tree's life -----------------------------------------------------------------------------
 
@@ -245,7 +49,10 @@ def reset(original: Method, tree: Any, *args: Any, **kwargs: Any) -> None:
     with book.working():
         original(tree, *args, **kwargs)
     book.guard.forget_trees()
+    if book.tier is not None:
+        book.tier.forget()
     book.stale_seen = False
+    tree_locks.flushed(tree)
 
 
 def _working(original: Method) -> Method:
@@ -253,20 +60,32 @@ def _working(original: Method) -> Method:
 
     def hooked(tree: Any, *args: Any, **kwargs: Any) -> Any:
         book = tree.__dict__.get(ATTRIBUTE)
-        if book is None or book.guard.trees_working:
+        if book is None:
             return original(tree, *args, **kwargs)
-        book.guard.tree_works(True)
-        try:
+        with book.working():
             return original(tree, *args, **kwargs)
-        finally:
-            book.guard.tree_works(False)
 
     return hooked
 
 
-evict = Factory(_working)
-evict_for_alloc = Factory(_working)
 check_hicache_events = Factory(_working)
+
+
+def _evict(original: Method) -> Method:
+    def hooked(tree: Any, *args: Any, **kwargs: Any) -> Any:
+        book = tree.__dict__.get(ATTRIBUTE)
+        if book is None:
+            return original(tree, *args, **kwargs)
+        with book.working():
+            result = original(tree, *args, **kwargs)
+        book.record.evicted(result)
+        return result
+
+    return hooked
+
+
+evict = Factory(_evict)
+evict_for_alloc = Factory(_evict)
 
 
 # -- insertion ---------------------------------------------------------------------------------
@@ -293,6 +112,8 @@ def insert(original: Method, tree: Any, params: Any) -> Any:
         found = book.adopt(params.value[:end], start, evicted)
         if found.evicted != evicted:
             _set_evicted(params, found.evicted)
+        if book.tier is not None:
+            book.tier.inserted(key, params.value[: found.end], start)
         if found.end < length:
             _stop_short(tree, params, key, found.end, length, book)
         return original(tree, params)
@@ -302,6 +123,7 @@ def _stop_short(tree: Any, params: Any, key: Any, end: int, length: int, book: T
     """Let an insertion end at ``end`` tokens instead of ``length``."""
     if book.inserting == "checkpoint":
         raise _StopShort(end)
+    book.record.cut(book.request, length, end, "tokens before it cannot be proved")
     rest = params.value[max(end, params.prev_prefix_len) : length]
     params.key, params.value = key[:end], params.value[:end]
     if book.inserting == "unfinished":
@@ -369,14 +191,14 @@ def _evicted(params: Any) -> int:
     """Up to where an insertion says that window KV is gone, in tokens."""
     if hasattr(params, "swa_evicted_seqlen"):
         return int(params.swa_evicted_seqlen)
-    return int(params.get_evicted_seqlen(_component("SWA")))
+    return int(params.get_evicted_seqlen(component("SWA")))
 
 
 def _set_evicted(params: Any, length: int) -> None:
     if hasattr(params, "swa_evicted_seqlen"):
         params.swa_evicted_seqlen = length
     else:
-        params.set_evicted_seqlen(_component("SWA"), length)
+        params.set_evicted_seqlen(component("SWA"), length)
 
 
 # -- matches -----------------------------------------------------------------------------------
@@ -391,12 +213,13 @@ def _match_prefix(original: Method) -> Method:
             # The request is about to be pointed at what the tree has of it: at no more than that.
             params = dataclasses.replace(params, key=params.key[: book.cut])
         result = original(tree, params)
-        length = _length(result)
-        if not length or isinstance(result.last_device_node, book.virtual):
-            return result
-        if book.holds(book.slots_of(result, whole=False), length):
-            return result
-        return _clipped(original, tree, params, result, book)
+        length = length_of(result)
+        if isinstance(result.last_device_node, book.virtual):
+            return result  # a session's row; see the module of that name
+        if length and not book.holds(book.slots_of(result, whole=False), length):
+            return _clipped(original, tree, params, result, book)
+        book.record.proved(params, length)
+        return result
 
     return hooked
 
@@ -406,34 +229,56 @@ match_prefix = Factory(_match_prefix)
 
 def _clipped(original: Method, tree: Any, params: Any, result: Any, book: TreeLink) -> Any:
     """The longest match that the release finds and the pools prove."""
-    request = getattr(params.req, "rid", None) if getattr(params, "req", None) else None
     path = book.slots_of(result, whole=True)
-    proved = book.prove(path, request)
-    length = _length(result)
-    while (usable := proved.longest(length)) < length:
+    proved = book.prove(path, request_of(params))
+    length = claimed = length_of(result)
+    if proved.longest(length) == length:
+        book.record.proved(params, length)
+        return result
+    while book.clips and (usable := proved.longest(length)) < length:
         book.stale_seen = True
         if book.inserting == "unfinished" and usable < book.protected:
             return result  # no hit: a request is pointed at what it reads already
         params = dataclasses.replace(params, key=params.key[:usable])
         result = original(tree, params)
-        length = _length(result)
+        length = length_of(result)
+    book.record.clipped(params, claimed, proved, length)
     return result
 
 
 # -- loading back ------------------------------------------------------------------------------
 
 
-def load_back(original: Method, tree: Any, *args: Any, **kwargs: Any) -> Any:
+def init_hicache(original: Method, tree: Any, *args: Any, **kwargs: Any) -> None:
+    original(tree, *args, **kwargs)
     book = tree.__dict__.get(ATTRIBUTE)
-    if book is None:
-        return original(tree, *args, **kwargs)
-    before = book.guard.serial
-    with book.working():
-        loaded = original(tree, *args, **kwargs)
-    node = args[0] if args else kwargs.get("node_id", kwargs.get("node"))
-    if loaded is not None and loaded is not False:
-        path = book.path_to(node)
-        book.judged("load_back", None, lambda: book.guard.adopt_new(path, before))
+    if book is not None:
+        book.tier = HostTier(book.link, tree)
+        book.tier.watch()
+
+
+def load_back(original: Method, tree: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
+    book = tree.__dict__.get(ATTRIBUTE)
+    if book is None or book.tier is None:
+        return original(tree, node, *args, **kwargs)
+    tier, guard, before = book.tier, book.guard, book.guard.serial
+    req = kwargs.get("req", args[1] if len(args) > 1 else None)
+    tier.expect(req)
+    guard.trees_loading = True
+    try:
+        with book.working(), acting_for(None if req is None else req.rid):
+            loaded = original(tree, node, *args, **kwargs)
+        if loaded:
+            path = book.path_to(node)
+            full, window = tier.loaded(path)
+            book.judged(
+                "load_back",
+                None if req is None else req.rid,
+                lambda: guard.adopt_loaded(path, before, full, window),
+            )
+    finally:
+        tier.done()
+        guard.trees_loading = False
     return loaded
 
 
@@ -446,12 +291,13 @@ def init_load_back(original: Method, tree: Any, params: Any) -> Any:
     if loaded is None or not (loaded[0] if isinstance(loaded[0], int) else loaded[0].shape[0]):
         return loaded
     path = book.path_to(loaded[1])
-    length = path.shape[0]
-    if book.holds(path, length):
-        return loaded
-    request = getattr(params.req, "rid", None)
-    if book.prove(path, request).longest(length) == length:
+    length, request = path.shape[0], request_of(params)
+    tokens = loaded[0] if isinstance(loaded[0], int) else loaded[0].shape[0]
+    proved = book.holds(path, length) or book.prove(path, request).longest(length) == length
+    if proved or not book.clips:
+        book.record.loaded_back(request, tokens)
         return loaded
     # What was loaded stays in the tree, where the next match looks at it again.
     book.stale_seen = True
+    book.record.loaded_back(request, tokens, refused="the loaded prefix cannot be proved")
     return (0 if isinstance(loaded[0], int) else loaded[0][:0]), before

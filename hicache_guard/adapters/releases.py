@@ -73,22 +73,47 @@ _SESSIONS = Seam(
 )
 
 
+#: What takes and gives back the locks of a tree; ``early`` releases the window part alone.
+_LOCKS = ("inc_lock_ref", "dec_lock_ref", "sanity_check")
+
+
+def _locks(*early: str, legacy: bool) -> tuple[Seam, ...]:
+    unified = Seam(
+        f"{_MEM}.unified_radix_cache", "UnifiedRadixCache", "tree_locks", (*_LOCKS, *early)
+    )
+    old = Seam(
+        f"{_MEM}.swa_radix_cache", "SWARadixCache", "tree_locks", (*_LOCKS, "dec_swa_lock_only")
+    )
+    return (old, unified) if legacy else (unified,)
+
+
 def _trees(*more: str, legacy: bool) -> tuple[Seam, ...]:
     """The trees of hybrid models. ``more``: methods of the unified tree."""
     unified = Seam(
         f"{_MEM}.unified_radix_cache",
         "UnifiedRadixCache",
         "prefix_tree",
-        (*_TREE, "load_back", "init_load_back", "check_hicache_events", *more),
+        (*_TREE, "init_hicache", "load_back", "init_load_back", "check_hicache_events", *more),
     )
     old = Seam(f"{_MEM}.swa_radix_cache", "SWARadixCache", "prefix_tree", (*_TREE, *_BY_REQUEST))
     return (old, unified, _SESSIONS) if legacy else (unified, _SESSIONS)
 
 
-_TREES_UNTIL_18 = _trees(*_BY_REQUEST, legacy=True)
-_TREES_19_20 = _trees(*_BY_REQUEST, "evict_for_alloc", legacy=True)
-_TREES_21 = _trees("cache_unfinished_req", "evict_for_alloc", legacy=False)
-_TREES_SINCE_22 = _trees("checkpoint_into_tree", "evict_for_alloc", legacy=False)
+_EARLY = "dec_swa_lock_only"
+_TREES_UNTIL_13 = (*_trees(*_BY_REQUEST, legacy=True), *_locks(legacy=True))
+_TREES_14_18 = (*_trees(*_BY_REQUEST, legacy=True), *_locks(_EARLY, legacy=True))
+_TREES_19_20 = (
+    *_trees(*_BY_REQUEST, "evict_for_alloc", legacy=True),
+    *_locks(_EARLY, legacy=True),
+)
+_TREES_21 = (
+    *_trees("cache_unfinished_req", "evict_for_alloc", legacy=False),
+    *_locks(_EARLY, legacy=False),
+)
+_TREES_SINCE_22 = (
+    *_trees("checkpoint_into_tree", "evict_for_alloc", legacy=False),
+    *_locks("release_swa", legacy=False),
+)
 
 _DSV4 = f"{_MEM}.deepseek_v4_memory_pool"
 _TRANSLATIONS = tuple(
@@ -242,27 +267,27 @@ RELEASES: dict[str, Release] = {
     for release in (
         *_alike(
             ("0.5.12", "0.5.12.post1"),
-            (*_until_16(_BEFORE_13), *_REMEMBERED_TRANSLATIONS, *_TREES_UNTIL_18),
+            (*_until_16(_BEFORE_13), *_REMEMBERED_TRANSLATIONS, *_TREES_UNTIL_13),
             frees_whole_pages=False,
         ),
         *_alike(
             ("0.5.13", "0.5.13.post1"),
-            (*_until_16(_SINCE_13), *_TREES_UNTIL_18),
+            (*_until_16(_SINCE_13), *_TREES_UNTIL_13),
             frees_whole_pages=False,
         ),
-        *_alike(("0.5.14",), (*_until_16(_SINCE_13), *_TREES_UNTIL_18)),
+        *_alike(("0.5.14",), (*_until_16(_SINCE_13), *_TREES_14_18)),
         *_alike(
             ("0.5.15", "0.5.15.post1"),
-            (*_until_16(_SINCE_13), *_PURE_WINDOW, *_WRITERS_15_16, *_TREES_UNTIL_18),
+            (*_until_16(_SINCE_13), *_PURE_WINDOW, *_WRITERS_15_16, *_TREES_14_18),
         ),
         *_alike(
             ("0.5.16",),
-            (*_until_16(_SINCE_13, "resize"), *_PURE_WINDOW, *_WRITERS_15_16, *_TREES_UNTIL_18),
+            (*_until_16(_SINCE_13, "resize"), *_PURE_WINDOW, *_WRITERS_15_16, *_TREES_14_18),
         ),
-        *_alike(("0.5.17",), (*_17_to_19(_BASE), *_PURE_WINDOW, *_WRITERS_17_18, *_TREES_UNTIL_18)),
+        *_alike(("0.5.17",), (*_17_to_19(_BASE), *_PURE_WINDOW, *_WRITERS_17_18, *_TREES_14_18)),
         *_alike(
             ("0.5.18",),
-            (*_17_to_19(_HYBRID), *_PURE_WINDOW, *_WRITERS_17_18, *_TREES_UNTIL_18),
+            (*_17_to_19(_HYBRID), *_PURE_WINDOW, *_WRITERS_17_18, *_TREES_14_18),
             deferred_frees=frozenset({"free", "free_swa"}),
         ),
         *_alike(

@@ -18,6 +18,8 @@ app = typer.Typer(help="Measure what the guard costs.", no_args_is_help=True)
 
 #: The most that observe and enforce may cost on the whole, as a ratio, from this batch on.
 BUDGET, FROM_BATCH = 1.5, 64
+#: The most that a match may cost in observe and enforce, as a ratio, for hits of so many tokens.
+MATCH_BUDGET, FROM_HIT = 1.25, 8192
 #: The most memory that the guard may hold, in bytes a slot of either pool.
 MEMORY_BUDGET = 16.0
 
@@ -62,10 +64,31 @@ def scheduler(release: _Release = "0.5.23", rounds: _Rounds = 7, as_json: _AsJso
     return 1 if _over(report, "all") else 0
 
 
-def _measured(benchmark: str, release: str, rounds: int) -> dict[str, Any]:
+@app.command()
+def match(
+    release: _Release = "0.5.23",
+    rounds: _Rounds = 15,
+    quick: Annotated[bool, typer.Option("--quick", help="Few sizes, batches of 16.")] = False,
+    as_json: _AsJson = False,
+) -> int:
+    """Time of prefix matches in every tree of the release, guarded against unguarded in one run.
+
+    Exit status 0 where the bare match keeps the budget for every hit of 8192 tokens or more, else
+    1; the match as the scheduler makes it and the insertion are shown beside it.
+    """
+    report = _measured("bench_match", release, rounds, *(["--quick"] if quick else []))
+    if as_json:
+        print(json_module.dumps(report))
+    else:
+        _show_matches(release, report)
+    return 1 if over_match(report) else 0
+
+
+def _measured(benchmark: str, release: str, rounds: int, *options: str) -> dict[str, Any]:
     """What a benchmark reports, run in a process of its own on ``release``."""
+    module = f"hicache_guard.repro.{benchmark}"
     done = children.run(
-        [sys.executable, "-P", "-m", f"hicache_guard.repro.{benchmark}", "--rounds", str(rounds)],
+        [sys.executable, "-P", "-m", module, "--rounds", str(rounds), *options],
         env=checkouts.environment(checkouts.require(release)),
         stdout=subprocess.PIPE,
     )
@@ -105,6 +128,40 @@ def _show_times(release: str, report: dict[str, Any], whole: str) -> None:
     for (page_size, batch, mode), cells in lines.items():
         table.add_row(str(page_size), str(batch), mode, *cells)
     Console().print(table)
+
+
+def over_match(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a report on matches that do not keep the budget."""
+    return [row for row in report["times"] if _bounds_match(row) and row["ratio"] > MATCH_BUDGET]
+
+
+def _bounds_match(row: dict[str, Any]) -> bool:
+    """Whether the budget of matches is for this row: a bare match of a hit worth the name."""
+    return row["what"] == "match" and row["hit"] >= FROM_HIT
+
+
+def _show_matches(release: str, report: dict[str, Any]) -> None:
+    """A table for each tree; in a cell the time of a match unguarded, and the ratio by mode."""
+    device, rows = report["device"], report["times"]
+    for tree in dict.fromkeys(row["tree"] for row in rows):
+        table = Table(
+            "page", "path", "hit", "cached", "batch", "match", "schedule", "insert",
+            title=f"SGLang {release} on {device}, {tree} tree: unguarded; observe, enforce",
+        )  # fmt: skip
+        lines: dict[tuple[str, ...], dict[str, list[str]]] = {}
+        for row in rows:
+            if row["tree"] != tree:
+                continue
+            sizes = [f"{row[name]:,}" for name in ("hit", "cached", "batch")]
+            cells = lines.setdefault((str(row["page_size"]), row["path"], *sizes), {})
+            text = f"{row['ratio']:.2f}"
+            if _bounds_match(row):
+                text = ("[bold red]" if row["ratio"] > MATCH_BUDGET else "[green]") + text + "[/]"
+            cells.setdefault(row["what"], [f"{row['unguarded_us']:.0f} µs"]).append(text)
+        for line, cells in lines.items():
+            found = (" ".join(cells.get(what, [])) for what in ("match", "schedule", "insert"))
+            table.add_row(*line, *found)
+        Console().print(table)
 
 
 def _show_memory_and_syncs(report: dict[str, Any]) -> None:

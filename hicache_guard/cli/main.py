@@ -9,7 +9,7 @@ from typing import NoReturn
 import typer
 
 from hicache_guard import __version__
-from hicache_guard.cli import bench, demo, doctor, patch, releases, repro
+from hicache_guard.cli import bench, dashboard, demo, doctor, patch, releases, repro, trace
 from hicache_guard.core.errors import GuardError
 
 _INTERRUPTED = 130
@@ -27,6 +27,8 @@ app.add_typer(patch.app, name="patch")
 app.command("repro")(repro.repro)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)
+app.command("trace")(trace.trace)
+app.command("dashboard")(dashboard.dashboard)
 
 
 @app.command()

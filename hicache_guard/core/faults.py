@@ -32,6 +32,7 @@ class Fault(enum.Enum):
     UNPROVED_WINDOW = "unproved-window"
     LOCK_DRIFT = "lock-drift"
     FOREIGN_PREFIX = "foreign-prefix"
+    STALE_HOST_COPY = "stale-host-copy"
     DEAD_TOKENS_CACHED = "dead-tokens-cached"
     EVICTED_TOKENS_CACHED = "evicted-tokens-cached"
 
@@ -100,6 +101,11 @@ FACTS: dict[Fault, FaultFacts] = {
     ),
     Fault.FOREIGN_PREFIX: FaultFacts(
         "a prefix is reused although its full KV was freed since it was cached", (), (29352,)
+    ),
+    Fault.STALE_HOST_COPY: FaultFacts(
+        "a load-back would bring KV that is not of the prefix that it is for",
+        (),
+        (28468, 29204, 31771, 40712),
     ),
     Fault.DEAD_TOKENS_CACHED: FaultFacts(
         "tokens are cached whose KV was never computed, or is free", (), (24252,)

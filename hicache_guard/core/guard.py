@@ -87,6 +87,8 @@ class PoolGuard:
         #: path of every match is judged, not only its window.
         self.trees_suspect = False
         self.trees_working = False
+        #: A load-back runs: what it writes to the mapping is proved when it is done.
+        self.trees_loading = False
         self._on_report = on_report
         self._reported: set[tuple[int, Fault]] = set()
         self._under_way: deque[tuple[Verdict, PageLedger, Operation]] = deque()
@@ -226,6 +228,12 @@ class PoolGuard:
                 raise GuardViolation(violation)
             self._count(violation, operation)
         self.mapping_suspect = self.mapping_suspect or self.mode is Mode.OBSERVE
+
+    def count(self, violation: Violation) -> None:
+        """A violation of the running operation that no verdict found; raises in strict mode."""
+        self._count(violation, self.current)
+        if self.mode is Mode.STRICT:
+            raise GuardViolation(violation)
 
     def _count(self, violation: Violation, operation: Operation) -> None:
         key = (operation.serial, violation.fault)
@@ -842,7 +850,7 @@ class PoolGuard:
         written = torch.where(bad, 0, window) if self.mode is Mode.ENFORCE else window
         held = torch.where(bad, 0, window).clamp(0, self.map.owner.numel() - 1)
         self.map.record(rows, held, self.serial)
-        if self.trees_working:
+        if self.trees_working and not self.trees_loading:
             self.witness.renew(rows, self.serial)
         return written
 
@@ -1066,13 +1074,22 @@ class PoolGuard:
             self.poll()
         return self.mode is Mode.OBSERVE or not verdict.count
 
-    def adopt_new(self, slots: torch.Tensor, since: int) -> None:
-        """A tree was given pages of full ``slots`` (int64) after operation ``since``: it loaded KV.
+    def adopt_loaded(
+        self, slots: torch.Tensor, since: int, full: torch.Tensor, window: torch.Tensor
+    ) -> None:
+        """A tree loaded KV back to a path (int64 full slots), by operations after ``since``.
 
-        What it held before is not vouched for anew.
+        ``full`` and ``window`` (bool) mask what came back as it went. Pages that the tree was given
+        are vouched for, and window slots renewed, where that is so; what it held before is not
+        vouched for anew.
         """
         fresh = self.full.generations(self.full.pages_of(slots)) > since
-        self.witness.vouch(torch.where(fresh, slots, 0), self.serial)
+        entries = self._entries(slots)
+        mapped = self._has_window(slots, entries)
+        newer = mapped & (self.map.stamp.index_select(0, slots) > since)
+        right = ~newer | window
+        self.witness.vouch(torch.where(fresh & full & right, slots, 0), self.serial)
+        self.witness.renew(torch.where(newer & window & ~fresh, slots, 0), self.serial)
 
     def forget_trees(self) -> None:
         """The tree was emptied: it holds nothing."""
@@ -1094,8 +1111,8 @@ class PoolGuard:
 
         All of a path must be what the tree took over, its last ``min(need, n)`` tokens with their
         window side; a page-aligned point before may be proved where the end is not. One gather for
-        all paths, and one host read where the mode may wait; in observe mode nothing is read and
-        every path counts as proved, while the verdict travels.
+        all paths, and one host read where the mode may wait. In observe mode a device is not waited
+        for: every path counts as proved, while the verdict travels.
         """
         lengths = [path.shape[0] for path in paths]
         slots = paths[0] if len(paths) == 1 else torch.cat(list(paths))
@@ -1123,7 +1140,7 @@ class PoolGuard:
         if count is None and self.mode is not Mode.OBSERVE:
             self.wait_for(verdict)
             self.poll()
-        if self.mode is Mode.OBSERVE or not verdict.count:
+        if not verdict.arrived() or not verdict.count:
             return [Proved.whole(length) for length in lengths]
         candidates = Paths.plan(lengths, self.page_size, slots.device)
         groups: dict[str, tuple[Rule, torch.Tensor]] = {

@@ -1,0 +1,221 @@
+"""What the hooks know about one prefix tree: its paths, what it may take over, what is proved.
+
+Two kinds of trees look alike from here. Where a match returns slots, they are taken from it; where
+it returns a node, they are asked of the tree core, in Python or in Rust, by the core's interface.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hicache_guard.adapters.host_copies import HostTier
+from hicache_guard.adapters.link import AllocatorLink
+from hicache_guard.adapters.recorder import Recorder
+from hicache_guard.core.journal import ACTING_FOR, acting_for
+from hicache_guard.core.modes import Mode
+from hicache_guard.core.proof import Adopted, Proved
+
+#: The attribute under which a tree holds its link.
+ATTRIBUTE = "_hicache_guard_tree"
+
+
+class TreeLink:
+    """What the hooks know about one prefix tree over a guarded hybrid allocator.
+
+    ``need`` is how many tokens before a resume point must have window KV: the tree's own window.
+    While a method inserts on behalf of a request, ``request`` names it, ``inserting`` says which
+    method, and ``protected`` is what the tree holds of its row; ``cut`` is where the insertion had
+    to end, None where it need not.
+    """
+
+    def __init__(self, tree: Any, link: AllocatorLink, params: Any) -> None:
+        self.link = link
+        self.record = Recorder(tree, link.guard)
+        self.guard = link.guard
+        gates = getattr(params, "swa_gates_prefix_match", True)
+        self.need = int(tree.sliding_window_size or 0) if gates else 0
+        self.page_size = int(tree.page_size)
+        self.core: Any = getattr(tree, "tree_core", None)
+        self.tier: HostTier | None = None
+        self.request: str | None = None
+        self.inserting: str | None = None
+        self.protected = 0
+        self.cut: int | None = None
+        #: Whether what cannot be proved is taken back; observe only says so.
+        self.clips = self.guard.mode is not Mode.OBSERVE
+        #: A pseudo-hit was seen: the tree may hold more of what it cannot prove.
+        self.stale_seen = False
+        self.virtual: Any = _virtual_node()
+        self.full, self.window = component("FULL"), component("SWA")
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """A method of the tree runs: what it frees is its own."""
+        guard = self.guard
+        if guard.trees_working:
+            yield
+            return
+        guard.tree_works(True)
+        try:
+            yield
+        finally:
+            guard.tree_works(False)
+
+    def judged(self, name: str, request: str | None, check: Callable[[], Any]) -> Any:
+        """Judge slot by slot, as one operation, on behalf of ``request``."""
+        with acting_for(request or self.request or ACTING_FOR.get()), self.link.operation(name):
+            return check()
+
+    # -- insertion ---------------------------------------------------------------------------
+
+    def adopt(self, slots: torch.Tensor, start: int, evicted: int) -> Adopted:
+        """As ``PoolGuard.adopt``; at once where all is in order."""
+        guard = self.guard
+        books, end = guard.compiled, slots.shape[0]
+        start = min(start, end)
+        if (
+            books is not None
+            and not guard.undo.open_now
+            and books.adopted(slots, guard.map.mapping, start, end, evicted, guard.serial)
+        ):
+            return Adopted(end, evicted)
+        row = slots.to(torch.int64)
+        found: Adopted = self.judged("insert", None, lambda: guard.adopt(row, start, evicted))
+        return found
+
+    # -- matches -----------------------------------------------------------------------------
+
+    def slots_of(self, result: Any, *, whole: bool) -> torch.Tensor:
+        """The full slots of a match; only the last of them, window and all, unless ``whole``."""
+        found: torch.Tensor | None = getattr(result, "device_indices", None)
+        if found is not None:
+            return found
+        length, node = result.device_prefix_len, result.last_device_node
+        if not whole:
+            last: torch.Tensor | None = self.core.get_component_device_value(node, self.full)
+            if last is not None and last.shape[0] >= min(self.need, length):
+                return last
+        return self.path_to(node)[:length]
+
+    def path_to(self, node: Any) -> torch.Tensor:
+        """The full slots (int64) on the path from the root to a node."""
+        if self.core is not None and hasattr(self.core, "collect_full_device_indices"):
+            root = self.core.empty_match_result.last_device_node
+            found: torch.Tensor = self.core.collect_full_device_indices(node, root)
+            return found
+        parts = []
+        while node.parent is not None:
+            parts.append(node.component_data[self.full].value)
+            node = node.parent
+        parts = [part for part in reversed(parts) if part is not None]
+        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+
+    def holds(self, slots: torch.Tensor, length: int) -> bool:
+        """Whether a match of ``length`` tokens that ends in ``slots`` is proved at once."""
+        guard = self.guard
+        books = guard.compiled
+        if books is None or guard.trees_suspect:
+            return False
+        mapping = self.link.state["full_to_swa_index_mapping"]
+        return books.held(slots, mapping, min(self.need, length))
+
+    def overlap(self, tree: Any, key: Any) -> list[tuple[torch.Tensor, bool]]:
+        """The nodes that ``key`` would be inserted over: full slots, and whether with window KV.
+
+        Where a tree core does not say which of its nodes have window KV, all are taken to.
+        """
+        core = self.core
+        if core is not None and hasattr(core, "match_full_device_prefix"):
+            length, node, _ = core.match_full_device_prefix(key)
+            if not hasattr(core, "collect_path_info"):
+                return [(self.path_to(node)[:length], True)]
+            found = []
+            for span in core.collect_path_info([node])[0]:
+                slots = core.get_component_device_value(span.node_id, self.full)
+                window = core.get_component_device_value(span.node_id, self.window)
+                if slots is None:
+                    break
+                found.append((slots[: max(0, length - span.path_start)], window is not None))
+            return found
+        root = getattr(core, "root_node", None) or getattr(tree, "root_node", None)
+        return [] if root is None else self._walk(root, key)
+
+    def _walk(self, node: Any, key: Any) -> list[tuple[torch.Tensor, bool]]:
+        found = []
+        while len(key):
+            node = node.children.get(key.child_key(self.page_size))
+            if node is None:
+                break
+            length = node.key.match(key, page_size=self.page_size)
+            data = getattr(node, "component_data", None)
+            slots = node.value if data is None else data[self.full].value
+            if slots is None or not length:
+                break
+            tombstone = node.swa_tombstone if data is None else data[self.window].value is None
+            found.append((slots[:length], not tombstone))
+            if length < len(node.key):
+                break
+            key = key[length:]
+        return found
+
+    def may_insert(self, tree: Any, key: Any, start: int) -> int:
+        """Up to where an insertion beyond ``start`` runs over nothing that the tree cannot prove.
+
+        The release frees what the request computed in favour of what the tree holds already, and
+        points the request at that; after a pseudo-hit it must not do so blindly.
+        """
+        nodes = self.overlap(tree, key)
+        if not nodes:
+            return len(key)
+        slots = torch.cat([slots for slots, _ in nodes])
+        windowed = torch.cat([torch.full(slots.shape, has) for slots, has in nodes])
+        if slots.shape[0] <= start:
+            return len(key)
+        proved = self.guard.first_unproved(slots[start:], windowed[start:].to(slots.device))
+        if start + proved == slots.shape[0]:
+            return len(key)
+        return max(start, (start + proved) // self.page_size * self.page_size)
+
+    def prove(self, path: torch.Tensor, request: str | None) -> Proved:
+        """Which resume points of a path can be proved; slot by slot."""
+        paths = [path]
+        found: list[Proved] = self.judged(
+            "match_prefix", request, lambda: self.guard.prove_prefixes(paths, self.need)
+        )
+        return found[0]
+
+
+def length_of(result: Any) -> int:
+    """Tokens of a match that are on the device."""
+    found = getattr(result, "device_indices", None)
+    return int(result.device_prefix_len if found is None else found.shape[0])
+
+
+def _virtual_node() -> Any:
+    """The class that stands for the tree node of a streaming session."""
+    try:
+        from sglang.srt.session import streaming_session
+    except ImportError:
+        return ()
+    return getattr(streaming_session, "_VirtualNode", ())
+
+
+def component(name: str) -> Any:
+    """How a unified tree calls one of its parts; None in a release without such a tree."""
+    for home in (
+        "unified_cache.component_type",
+        "unified_cache.components",
+        "unified_cache_components",
+        "unified_cache_components.tree_component",
+    ):
+        try:
+            module = importlib.import_module(f"sglang.srt.mem_cache.{home}")
+            return module.ComponentType[name]
+        except (ImportError, AttributeError):
+            continue
+    return None

@@ -1,0 +1,81 @@
+"""Which tokens the KV of a page was computed for: the witness that travels with a copy.
+
+A generation proves that a page was not recycled; it cannot prove a copy, which lies elsewhere. What
+a copy must agree with is the prefix it stands for, so each page of a tree bears a *print*: a 64-bit
+number made of all tokens up to the page's end, and of the namespace they belong to. It goes to the
+host with the page and comes back with it, and what comes back must be the print of the prefix that
+it is loaded for. Only kept where there is a host tier; 8 bytes a page, in host memory.
+
+A print is a polynomial in the tokens, modulo 2**64. Its base is odd, so two prefixes that differ in
+one token never have the same; others do by chance, once in 2**64 pairs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Numbers = npt.NDArray[np.int64]
+
+#: Stands for a page of which nothing is known.
+UNKNOWN = 0
+_BASE = np.uint64(0x9E3779B97F4A7C15)
+
+
+class _Powers:
+    """Powers of the base, as many as were ever asked for."""
+
+    def __init__(self) -> None:
+        self._kept = np.ones(1, dtype=np.uint64)
+
+    def first(self, count: int) -> npt.NDArray[np.uint64]:
+        if self._kept.shape[0] < count:
+            grown = np.full(max(count, 2 * self._kept.shape[0]), _BASE, dtype=np.uint64)
+            self._kept = np.cumprod(grown, dtype=np.uint64)
+        return self._kept[:count]
+
+
+_powers = _Powers()
+
+
+def prints(tokens: Sequence[int], page_size: int, *namespace: object) -> Numbers:
+    """The print of each whole page of a prefix (int64, one a page), in its order.
+
+    ``tokens`` as SGLang keeps them, a list or an array; ``namespace`` is what separates equal
+    tokens (adapter, cache salt).
+    """
+    ids = np.asarray(tokens, dtype=np.int64).view(np.uint64)
+    ids = ids[: ids.shape[0] // page_size * page_size] + np.uint64(1)
+    sums = np.cumsum(ids * _powers.first(ids.shape[0]), dtype=np.uint64)
+    seed = hashlib.blake2b(repr(namespace).encode(), digest_size=8).digest()
+    found = sums[page_size - 1 :: page_size] + np.uint64(int.from_bytes(seed, "little"))
+    return np.where(found == UNKNOWN, 1, found.view(np.int64))
+
+
+class Contents:
+    """The prints (int64) of the pages of one pool; ``UNKNOWN`` for what nobody told."""
+
+    def __init__(self, pages: int, page_size: int) -> None:
+        self.page_size = page_size
+        self._prints = np.full(pages, UNKNOWN, dtype=np.int64)
+
+    def _pages(self, slots: Numbers) -> Numbers:
+        """The page of every ``page_size``-th slot; the first one for what is outside."""
+        pages = slots[:: self.page_size] // self.page_size
+        return np.where((pages < 0) | (pages >= self._prints.shape[0]), 0, pages)
+
+    def write(self, slots: Numbers, found: Numbers | int) -> None:
+        """The pages of ``slots`` (whole pages, slot by slot) hold what ``found`` says."""
+        self._prints[self._pages(slots)] = found
+
+    def read(self, slots: Numbers) -> Numbers:
+        """What the pages of ``slots`` hold."""
+        found: Numbers = self._prints[self._pages(slots)]
+        return found
+
+    def forget(self) -> None:
+        """Nothing is known any more."""
+        self._prints.fill(UNKNOWN)
