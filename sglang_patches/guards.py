@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hicache_guard.adapters.releases import STAND_INS, Release, rows
+from hicache_guard.adapters.releases import MADE, STAND_INS, Release, rows
 from hicache_guard.patches import table
 from hicache_guard.patches.edits import AddImport, Decorate
 from hicache_guard.patches.patch import Patch, Target
@@ -43,7 +43,7 @@ def _guard(row: Sequence[Release]) -> Patch:
             f"{seam.cls}.{method}"
             for seam in first.seams
             for method in seam.methods
-            if method not in STAND_INS
+            if method not in STAND_INS and f"{seam.cls}.{method}" not in MADE
         ),
         family="guards",
     )

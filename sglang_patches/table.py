@@ -41,6 +41,8 @@ HOMES: dict[str, tuple[str, ...]] = {
         f"{_MEM}.unified_cache_components.swa_component",
     ),
     "HiCacheController": ("sglang.srt.managers.cache_controller",),
+    "PureSWARadixCache": (f"{_MEM}.pure_swa_radix_cache",),
+    "CacheInitParams": (f"{_MEM}.cache_init_params",),
     "StreamingSession": ("sglang.srt.session.streaming_session",),
 }
 

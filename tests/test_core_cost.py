@@ -187,8 +187,8 @@ def test_what_an_operation_touches_does_not_grow_with_the_pool(name: str, page_s
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16, 64, 256])
-def test_memory_is_twelve_bytes_a_page_and_four_a_slot(page_size: int) -> None:
-    """The closed form of what is kept: see ``PageLedger`` and ``WindowMap``."""
+def test_memory_is_twelve_bytes_a_page_and_four_a_slot_and_a_witness(page_size: int) -> None:
+    """The closed form of what is kept: see ``PageLedger``, ``WindowMap``, ``Witness``."""
     full, window = 40_960, 8_192
     guard = PoolGuard(
         Mode.ENFORCE,
@@ -200,7 +200,8 @@ def test_memory_is_twelve_bytes_a_page_and_four_a_slot(page_size: int) -> None:
     pages = full // page_size + 2 + window // page_size + 2
     per_page = 8 if page_size == 1 else 12
     entries = 4 * (full + page_size + 1) + 4 * (window + 2 * page_size)
-    assert guard.nbytes() == per_page * pages + entries
+    witness = 4 * (full // page_size + 2)
+    assert guard.nbytes() == per_page * pages + entries + witness
     assert guard.nbytes() <= 16 * (full + window)
 
 

@@ -157,7 +157,7 @@ def test_import_that_was_taken_out_by_hand_is_seen(tmp_path: Path) -> None:
     root = small_tree("0.5.23", tmp_path / "tree")
     assert _run("apply", root, "--only", "guards").returncode == 0
     file = root / "sglang/srt/mem_cache/allocator/swa.py"
-    ours = "# hicache-guard: guards-0.5.20\nfrom hicache_guard.adapters.patched import guarded\n"
+    ours = "# hicache-guard: guards-0.5.22\nfrom hicache_guard.adapters.patched import guarded\n"
     assert ours in file.read_text()
     file.write_text(file.read_text().replace(ours, ""))
     assert "half applied" in _run("status", root).stdout
@@ -173,7 +173,7 @@ def test_comments_that_were_taken_out_by_hand_are_missed(lost: str, tmp_path: Pa
     """Reverse would leave decorators and import. Mutation seen: no look for what is unmarked."""
     root = small_tree("0.5.23", tmp_path / "tree")
     assert _run("apply", root, "--only", "guards").returncode == 0
-    ours = "# hicache-guard: guards-0.5.20\n"
+    ours = "# hicache-guard: guards-0.5.22\n"
     if lost == "all":
         files = [file for file in root.rglob("*.py") if ours in file.read_text()]
     else:
@@ -191,7 +191,7 @@ def test_comments_that_were_taken_out_by_hand_are_missed(lost: str, tmp_path: Pa
         done = _run(command, root)
         assert done.returncode == 2, done.stdout
         assert len(done.stderr.splitlines()) == 1
-        assert "without the comments `# hicache-guard: guards-0.5.20`" in done.stderr
+        assert "without the comments `# hicache-guard: guards-0.5.22`" in done.stderr
         assert "git checkout" in done.stderr
     assert snapshot(root) == before
 
@@ -202,7 +202,7 @@ def test_member_of_a_family_that_is_for_another_release(tmp_path: Path) -> None:
         for command in ("apply", "diff"):
             done = _run(command, root, "--only", "guards-0.5.12")
             assert done.returncode == 2
-            assert "guards-0.5.12 is not for this release, guards-0.5.20 is" in done.stderr
+            assert "guards-0.5.12 is not for this release, guards-0.5.22 is" in done.stderr
             assert "--only guards`" in done.stderr
             assert len(done.stderr.splitlines()) == 1
         assert _run("apply", root, "--only", "guards").returncode == 0
@@ -226,7 +226,7 @@ def test_hint_is_one_that_helps(tmp_path: Path) -> None:
     done = _run("apply", root)
     assert done.returncode == 2
     (names,) = re.findall(r"--without (\S+) leaves the \d that do not fit out", done.stderr)
-    assert {"guards-0.5.20", "tail-of-zero"} <= {*names.split(",")}
+    assert {"guards-0.5.22", "tail-of-zero"} <= {*names.split(",")}
     assert _run("diff", root, "--without", names).returncode == 0
 
     file.write_text(clean)

@@ -281,7 +281,7 @@ def hooks(release: Release) -> list[Hook]:
         except (ImportError, AttributeError) as error:
             cls, detail = None, str(error)
         for method in seam.methods:
-            if cls is not None and _is_hooked(cls, method):
+            if cls is not None and is_hooked(cls, method):
                 status = HookStatus.APPLIED
             elif cls is not None and _can_hook(cls, method, _handlers_of(seam)):
                 status = HookStatus.ABSENT
@@ -332,7 +332,7 @@ def _put_in_place(cls: type, seam: Seam, route: Route) -> list[str]:
     handlers = _handlers_of(seam)
     absent = []
     for method in seam.methods:
-        if _is_hooked(cls, method):
+        if is_hooked(cls, method):
             continue
         if not _can_hook(cls, method, handlers):
             absent.append(_target(seam, method))
@@ -342,7 +342,8 @@ def _put_in_place(cls: type, seam: Seam, route: Route) -> list[str]:
     return absent
 
 
-def _is_hooked(cls: type, method: str) -> bool:
+def is_hooked(cls: type, method: str) -> bool:
+    """Whether the class itself has the hooked method, and did not inherit it."""
     there = vars(cls).get(method)
     return hasattr(there, _MARK) or isinstance(there, StandIn)
 

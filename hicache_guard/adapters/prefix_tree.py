@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hicache_guard.adapters import tree_locks
+from hicache_guard.adapters import hooks, tree_locks, tree_params
 from hicache_guard.adapters.host_copies import HostTier
 from hicache_guard.adapters.link import AllocatorLink, Factory, link_of
 from hicache_guard.adapters.recorder import request_of
@@ -34,6 +34,8 @@ Method = Callable[..., Any]
 
 
 def __init__(original: Method, tree: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+    if hooks.is_hooked(type(tree), "match_prefix"):  # and not a subclass that has its own
+        tree_params.admit(params)
     original(tree, params, *args, **kwargs)
     allocator = params.token_to_kv_pool_allocator
     link = None if allocator is None else link_of(allocator)
@@ -91,11 +93,8 @@ evict_for_alloc = Factory(_evict)
 # -- insertion ---------------------------------------------------------------------------------
 
 
-class _StopShort(Exception):
-    """An insertion may not go as far as its caller is about to rely on."""
-
-    def __init__(self, end: int) -> None:
-        self.end = end
+class _NotCached(Exception):
+    """A request may not give the tree all that its method is about to rely on."""
 
 
 def insert(original: Method, tree: Any, params: Any) -> Any:
@@ -107,73 +106,78 @@ def insert(original: Method, tree: Any, params: Any) -> Any:
     evicted, start = _evicted(params), params.prev_prefix_len
     end = length
     if book.stale_seen:
-        end = min(end, book.may_insert(tree, key[:length], min(start, length)))
+        end = book.may_insert(tree, key[:length], min(start, length))
+        if end < length:
+            _refuse(book, length, end, "the tree holds what it cannot prove there")
     with book.working():
         found = book.adopt(params.value[:end], start, evicted)
-        if found.evicted != evicted:
-            _set_evicted(params, found.evicted)
+        if found.end < end:
+            _refuse(book, length, found.end, "tokens without KV")
         if book.tier is not None:
             book.tier.inserted(key, params.value[: found.end], start)
         if found.end < length:
             _stop_short(tree, params, key, found.end, length, book)
+        if found.evicted != evicted or found.end < length:
+            _set_evicted(params, min(found.evicted, found.end))
         return original(tree, params)
+
+
+def _refuse(book: TreeLink, length: int, end: int, why: str) -> None:
+    """An insertion of ``length`` tokens may only go up to ``end``."""
+    book.record.cut(book.request, length, end, why)
+    if book.inserting == "running":
+        raise _NotCached
 
 
 def _stop_short(tree: Any, params: Any, key: Any, end: int, length: int, book: TreeLink) -> None:
     """Let an insertion end at ``end`` tokens instead of ``length``."""
-    if book.inserting == "checkpoint":
-        raise _StopShort(end)
-    book.record.cut(book.request, length, end, "tokens before it cannot be proved")
     rest = params.value[max(end, params.prev_prefix_len) : length]
     params.key, params.value = key[:end], params.value[:end]
-    if book.inserting == "unfinished":
-        book.cut = end  # the request keeps the rest of its row
-        return
     # Nobody else knows of what the tree does not take over.
     pages = book.guard.full.pages_of(rest.to(torch.int64))
     live = book.guard.full.generations(pages) < FREED
     tree.token_to_kv_pool_allocator.free(rest[live])
 
 
-def _as(kind: str) -> Factory:
-    """The hook of a method that inserts on behalf of a request."""
+def cache_finished_req(original: Method, tree: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    book = tree.__dict__.get(ATTRIBUTE)
+    if book is None:
+        return original(tree, req, *args, **kwargs)
+    book.request = req.rid
+    try:
+        return original(tree, req, *args, **kwargs)
+    finally:
+        book.request = None
 
-    def build(original: Method) -> Method:
-        def hooked(tree: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-            book = tree.__dict__.get(ATTRIBUTE)
-            if book is None:
-                return original(tree, req, *args, **kwargs)
-            book.request, book.inserting, book.protected = req.rid, kind, _protected(req)
+
+def _while_running(original: Method) -> Method:
+    """The hook of a method that caches what a request has, and points its row at the tree's slots.
+
+    Where not all of it may be cached none is: the request keeps its row, as it does where a tree is
+    disabled.
+    """
+
+    def hooked(tree: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+        book = tree.__dict__.get(ATTRIBUTE)
+        if book is None:
+            return original(tree, req, *args, **kwargs)
+        book.request, book.inserting, book.protected = req.rid, "running", _protected(req)
+        try:
+            return original(tree, req, *args, **kwargs)
+        except _NotCached:
+            tree.disable = True
             try:
                 return original(tree, req, *args, **kwargs)
             finally:
-                book.request = book.inserting = book.cut = None
+                tree.disable = False
+        finally:
+            book.request = book.inserting = None
 
-        return hooked
-
-    return Factory(build)
-
-
-cache_finished_req = _as("finished")
-cache_unfinished_req = _as("unfinished")
+    return hooked
 
 
-def checkpoint_into_tree(
-    original: Method, tree: Any, req: Any, *, up_to: int, **kwargs: Any
-) -> None:
-    book = tree.__dict__.get(ATTRIBUTE)
-    if book is None:
-        original(tree, req, up_to=up_to, **kwargs)
-        return
-    book.request, book.inserting = req.rid, "checkpoint"
-    try:
-        original(tree, req, up_to=up_to, **kwargs)
-    except _StopShort as stop:
-        # A bigram spans two tokens.
-        up_to = stop.end + (1 if stop.end and _eagle(tree, book) else 0)
-        original(tree, req, up_to=up_to, **kwargs)
-    finally:
-        book.request = book.inserting = None
+cache_unfinished_req = Factory(_while_running)
+checkpoint_into_tree = Factory(_while_running)
 
 
 def _protected(req: Any) -> int:
@@ -209,9 +213,6 @@ def _match_prefix(original: Method) -> Method:
         book = tree.__dict__.get(ATTRIBUTE)
         if book is None:
             return original(tree, params)
-        if book.cut is not None:
-            # The request is about to be pointed at what the tree has of it: at no more than that.
-            params = dataclasses.replace(params, key=params.key[: book.cut])
         result = original(tree, params)
         length = length_of(result)
         if isinstance(result.last_device_node, book.virtual):
@@ -237,7 +238,7 @@ def _clipped(original: Method, tree: Any, params: Any, result: Any, book: TreeLi
         return result
     while book.clips and (usable := proved.longest(length)) < length:
         book.stale_seen = True
-        if book.inserting == "unfinished" and usable < book.protected:
+        if book.inserting == "running" and usable < book.protected:
             return result  # no hit: a request is pointed at what it reads already
         params = dataclasses.replace(params, key=params.key[:usable])
         result = original(tree, params)

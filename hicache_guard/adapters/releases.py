@@ -51,6 +51,9 @@ class Release:
 #: Attributes that we stand in for: no class of SGLang has them, its objects do.
 STAND_INS = frozenset({"free_pages"})
 
+#: Methods that no source shows: a dataclass has them made.
+MADE = frozenset({"CacheInitParams.__init__"})
+
 _ALLOCATIONS = ("alloc", "alloc_extend", "alloc_decode")
 _STATE = ("backup_state", "restore_state")
 _SEGMENTS = ("free_segment", "free_swa_segment", "free_full", "free_full_segment")
@@ -64,6 +67,10 @@ _TREE = ("__init__", "reset", "match_prefix", "insert", "evict")
 _BY_REQUEST = ("cache_unfinished_req", "cache_finished_req")
 
 
+#: What every tree is made from.
+_TREE_PARAMETERS = Seam(
+    f"{_MEM}.cache_init_params", "CacheInitParams", "tree_params", ("__init__",)
+)
 #: A session lends its row again from turn to turn.
 _SESSIONS = Seam(
     "sglang.srt.session.streaming_session",
@@ -96,7 +103,8 @@ def _trees(*more: str, legacy: bool) -> tuple[Seam, ...]:
         (*_TREE, "init_hicache", "load_back", "init_load_back", "check_hicache_events", *more),
     )
     old = Seam(f"{_MEM}.swa_radix_cache", "SWARadixCache", "prefix_tree", (*_TREE, *_BY_REQUEST))
-    return (old, unified, _SESSIONS) if legacy else (unified, _SESSIONS)
+    both = (old, unified) if legacy else (unified,)
+    return (*both, _SESSIONS, _TREE_PARAMETERS)
 
 
 _EARLY = "dec_swa_lock_only"
@@ -178,7 +186,13 @@ _SINCE_13 = (
     f"{_MEM}.allocator.paged",
     f"{_MEM}.allocator.token",
 )
-_PURE_WINDOW = (Seam(_SINCE_13[0], "PureSWATokenToKVPoolAllocator", "pure_window", ("__init__",)),)
+_PURE_WINDOW = (
+    Seam(_SINCE_13[0], "PureSWATokenToKVPoolAllocator", "pure_window", ("__init__",)),
+    Seam(
+        f"{_MEM}.radix_cache", "RadixCache", "pure_window_tree", ("reset", "match_prefix", "insert")
+    ),
+    Seam(f"{_MEM}.pure_swa_radix_cache", "PureSWARadixCache", "pure_window_tree", ("__init__",)),
+)
 
 
 def _until_16(homes: tuple[str, str, str, str], *more: str) -> tuple[Seam, ...]:

@@ -28,9 +28,8 @@ class TreeLink:
     """What the hooks know about one prefix tree over a guarded hybrid allocator.
 
     ``need`` is how many tokens before a resume point must have window KV: the tree's own window.
-    While a method inserts on behalf of a request, ``request`` names it, ``inserting`` says which
-    method, and ``protected`` is what the tree holds of its row; ``cut`` is where the insertion had
-    to end, None where it need not.
+    While a method inserts on behalf of a request, ``request`` names it; ``inserting`` is set where
+    the request runs on, and ``protected`` is what the tree holds of its row by then.
     """
 
     def __init__(self, tree: Any, link: AllocatorLink, params: Any) -> None:
@@ -45,7 +44,6 @@ class TreeLink:
         self.request: str | None = None
         self.inserting: str | None = None
         self.protected = 0
-        self.cut: int | None = None
         #: Whether what cannot be proved is taken back; observe only says so.
         self.clips = self.guard.mode is not Mode.OBSERVE
         #: A pseudo-hit was seen: the tree may hold more of what it cannot prove.

@@ -76,7 +76,8 @@ def match(
     Exit status 0 where the bare match keeps the budget for every hit of 8192 tokens or more, else
     1; the match as the scheduler makes it and the insertion are shown beside it.
     """
-    report = _measured("bench_match", release, rounds, *(["--quick"] if quick else []))
+    options = ["--suspect", str(MATCH_BUDGET), *(["--quick"] if quick else [])]
+    report = _measured("bench_match", release, rounds, *options)
     if as_json:
         print(json_module.dumps(report))
     else:
