@@ -218,7 +218,10 @@ def _wrong_pages(tier: HostTier, full: Numbers, window: Sequence[Numbers]) -> in
         # here and there.
         places = np.flatnonzero(known == full[0]) if full.shape[0] else np.zeros(1, dtype=np.int64)
         due = _fitted(known[places[0] :] if places.shape[0] else known[:0], full.shape[0])
-        wrong = [full != due, *(~np.isin(found, known) for found in window)]
+        wrong = [
+            (full != due) | (full == UNKNOWN),
+            *(~np.isin(found, known) for found in window),
+        ]
     if tier.stored:
         wrong = [bad & (f != UNKNOWN) for bad, f in zip(wrong, (full, *window), strict=True)]
     return sum(int(bad.sum()) for bad in wrong)

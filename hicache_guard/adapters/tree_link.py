@@ -122,10 +122,11 @@ class TreeLink:
         mapping = self.link.state["full_to_swa_index_mapping"]
         return books.held(slots, mapping, min(self.need, length))
 
-    def overlap(self, tree: Any, key: Any) -> list[tuple[torch.Tensor, bool]]:
+    def overlap(self, tree: Any, key: Any) -> list[tuple[torch.Tensor, bool]] | None:
         """The nodes that ``key`` would be inserted over: full slots, and whether with window KV.
 
-        Where a tree core does not say which of its nodes have window KV, all are taken to.
+        Where a tree core does not say which of its nodes have window KV, all are taken to; None
+        where it cannot be asked.
         """
         core = self.core
         if core is not None and hasattr(core, "match_full_device_prefix"):
@@ -140,8 +141,11 @@ class TreeLink:
                     break
                 found.append((slots[: max(0, length - span.path_start)], window is not None))
             return found
-        root = getattr(core, "root_node", None) or getattr(tree, "root_node", None)
-        return [] if root is None else self._walk(root, key)
+        try:
+            root = tree.root_node if core is None else core.root_node
+        except NotImplementedError:  # 0.5.19's core in Rust shows nobody its nodes
+            return None
+        return self._walk(root, key)
 
     def _walk(self, node: Any, key: Any) -> list[tuple[torch.Tensor, bool]]:
         found = []
@@ -168,6 +172,8 @@ class TreeLink:
         points the request at that; after a pseudo-hit it must not do so blindly.
         """
         nodes = self.overlap(tree, key)
+        if nodes is None:
+            return start
         if not nodes:
             return len(key)
         slots = torch.cat([slots for slots, _ in nodes])

@@ -138,7 +138,7 @@ def over_match(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _bounds_match(row: dict[str, Any]) -> bool:
     """Whether the budget of matches is for this row: a bare match of a hit worth the name."""
-    return row["what"] == "match" and row["hit"] >= FROM_HIT
+    return bool(row["what"] == "match" and row["hit"] >= FROM_HIT)
 
 
 def _show_matches(release: str, report: dict[str, Any]) -> None:

@@ -22,6 +22,9 @@ from typing import Any
 
 import torch
 
+from hicache_guard.adapters import prefix_tree
+from hicache_guard.adapters.allocator import guard_of
+from hicache_guard.adapters.hooks import install
 from hicache_guard.repro import host_tier, pools, scheduling
 from hicache_guard.repro.audit import audit
 
@@ -277,10 +280,22 @@ def tell(story: Story) -> str:
     return ""
 
 
+def said_by_guard(story: Story) -> dict[str, Any]:
+    """What the guard counted in a story, and of how many load-backs it approved."""
+    counted = vars(story.server.tree)[prefix_tree.ATTRIBUTE].record.tally
+    faults = guard_of(story.server.allocator).tally.violations
+    return {
+        "faults": [fault.value for fault in faults],
+        "load backs": counted.load_backs,
+        "refused": counted.load_backs_refused,
+    }
+
+
 def main() -> int:
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--break", dest="breaking", action="store_true", help="break each story")
     options.add_argument("--page-sizes", type=int, nargs="*", default=PAGE_SIZES)
+    options.add_argument("--mode", help="of the guard; without, there is none")
     chosen = options.parse_args()
     pools.quiet()
     release = scheduling.Release()
@@ -290,9 +305,13 @@ def main() -> int:
             continue  # it has no host tier
         for page in chosen.page_sizes:
             for policy in host_tier.POLICIES:
+                if chosen.mode:
+                    install(chosen.mode)
                 story = Story(release, tree, page, policy)
                 row: dict[str, Any] = {"tree": tree, "page_size": page, "policy": policy}
                 found = tell(story)
+                if chosen.mode:
+                    row["guard"] = said_by_guard(story)
                 print(json.dumps({**row, "found": found, "seen": story.seen}), flush=True)
                 failed |= bool(found)
                 for name, breaking in BREAKS.items() if chosen.breaking else ():

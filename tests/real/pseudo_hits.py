@@ -12,16 +12,21 @@ Prints one JSON line a scene, tree and mode. Run: ``python -P pseudo_hits.py``.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from hicache_guard.adapters import tree_link
 from hicache_guard.adapters.hooks import install, running_version, uninstall
+from hicache_guard.core import compiled
 from hicache_guard.core.errors import GuardViolation
+from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.report import Violation
 from hicache_guard.repro import pools, scheduling
 from real import driver, trees
@@ -34,7 +39,7 @@ class Play:
 
     def __init__(self, release: scheduling.Release, tree: str) -> None:
         # Window KV is kept for all that is cached, so that there is something to clip to.
-        kept = {name: False for name in ("SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS",)}
+        kept = dict.fromkeys(("SGLANG_OPT_UNIFIED_CACHE_FREE_OUT_OF_WINDOW_SLOTS",), False)
         options = {name: kept[name] for name in release.options() if name in kept}
         setting = trees.Setting(tree, PAGE, WINDOW, 40, 24, options, look_always=True)
         self.drive = trees.Drive(release, setting, 0, Counter())
@@ -43,16 +48,23 @@ class Play:
         self.lengths: list[int] = []
         self.count = 0
 
-    def ask(self, tokens: list[int], output: int = 3, *, chunk: int = 1 << 20) -> Any:
+    def ask(
+        self, tokens: list[int], output: int = 3, *, chunk: int = 1 << 20, session: Any = None
+    ) -> trees.Job:
         """A request from its match to its end; its reads are compared with what was written."""
         self.count += 1
         job = trees.Job(f"R{self.count}", list(tokens), output)
         server = self.server
         job.req = server.request(job.name, job.tokens)
         self.drive.jobs[job.name] = job
+        if session is not None:
+            job.req.session = session
         server.match(job.req)
-        self.lengths.append(len(server.prefix(job.req)))
-        self.drive.check_match(job)
+        has_row = scheduling.field(job.req, "req_pool_idx") is not None
+        length = server.prefix_length(job.req)
+        held = server.row(job.req)[:length] if has_row else server.prefix(job.req)
+        self.lengths.append(length)
+        self.drive.read(job, held.to(torch.int64), length, "hit")
         server.lock(job.req)
         while True:
             count = min(server.plan(job.req, chunk), chunk)
@@ -70,6 +82,7 @@ class Play:
                 server.decode([job.req])
                 self.drive.forward([(job, 1)])
         server.finish(job.req)
+        del self.drive.jobs[job.name]
         return job
 
     def cached(self, tokens: list[int]) -> torch.Tensor:
@@ -93,10 +106,11 @@ PROMPT = list(range(1, 33))
 
 @dataclass(frozen=True)
 class Scene:
-    """``spoil`` takes KV away; the match for ``PROMPT`` may then be ``clip`` tokens long."""
+    """``spoil`` takes KV away; the match that follows may then be ``clip`` tokens long."""
 
     spoil: Callable[[Play], None]
     clip: int
+    tell: Callable[[Play, Scene], None]
 
 
 def _window_tail(play: Play) -> None:
@@ -117,13 +131,37 @@ def _full_page(play: Play) -> None:
     play.newcomer(4)
 
 
+def _matches(play: Play, scene: Scene) -> None:
+    play.ask(PROMPT)
+    scene.spoil(play)
+    play.ask(PROMPT)
+    play.ask(PROMPT)
+    play.ask(PROMPT + [7] * 5, chunk=2 * PAGE)
+
+
+def _session(play: Play, scene: Scene) -> None:
+    """The turns of a streaming session, whose row is lent again: 34 tokens, 32 of them the tree's."""
+    session = SimpleNamespace(
+        session_id="s", streaming=True, finish_req=lambda req: None, abort_req=lambda: None
+    )
+    first = play.ask(PROMPT, session=session)
+    slot = play.server.tree.session.slots["s"]
+    record = slot if hasattr(slot, "kv_committed_len") else slot.kv
+    row = play.server.rows.req_to_token[record.req_pool_idx][: record.kv_committed_len]
+    play.allocator.free_swa(row[32:].to(torch.int64))
+    play.newcomer(4)
+    play.ask([*first.tokens, 5, 6, 7], session=session)
+
+
 #: A match leaves the last token to be computed, so of 32 cached tokens 28 are asked for.
 SCENES = {
     # 28 need window KV for 20 to 27, of which 24 to 27 are gone; so do 20 to 26.
-    "window tail recycled": Scene(_window_tail, 24),
+    "window tail recycled": Scene(_window_tail, 24, _matches),
     # Nothing that the last 8 tokens before 28 need is gone.
-    "window middle recycled": Scene(_window_middle, 28),
-    "full page recycled": Scene(_full_page, 8),
+    "window middle recycled": Scene(_window_middle, 28, _matches),
+    "full page recycled": Scene(_full_page, 8, _matches),
+    # The row cannot be lent; the tree has 32 tokens of it.
+    "session row recycled": Scene(lambda play: None, 32, _session),
 }
 
 
@@ -134,17 +172,15 @@ def play(release: scheduling.Release, tree: str, scene: Scene, mode: str | None)
     if mode is not None:
         install(mode, on_report=reports.append)
     play = Play(release, tree)
-    play.ask(PROMPT)
-    scene.spoil(play)
     ended = "right"
     try:
-        play.ask(PROMPT)
-        play.ask(PROMPT)
-        play.ask(PROMPT + [7] * 5, chunk=2 * PAGE)
+        scene.tell(play, scene)
     except trees.Finding as finding:
         ended = f"{finding.by}: {finding}"
     except GuardViolation:
         ended = "raised"
+    except AssertionError as error:  # the release's own
+        ended = f"release: {error}"
     return {
         "ended": ended,
         "lengths": play.lengths,
@@ -152,11 +188,78 @@ def play(release: scheduling.Release, tree: str, scene: Scene, mode: str | None)
     }
 
 
+# --- proof by mutation -----------------------------------------------------------------------------
+
+
+def _no_proof() -> None:
+    tree_link.TreeLink.holds = lambda self, slots, length: True  # type: ignore[method-assign]
+
+
+def _full_side_not_watched() -> None:
+    tree_link.TreeLink.holds = lambda self, slots, length: (  # type: ignore[method-assign]
+        self.guard.compiled.held(slots, self.guard.map.mapping, min(self.need, length))
+    )
+    compiled.books = lambda *books: Blind(*books)  # type: ignore[assignment]
+
+
+class Blind:
+    """Compiled books that never hear of a tree that was betrayed."""
+
+    def __init__(self, *books: Any) -> None:
+        self._books = _real_books(*books)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._books, name)
+
+    def freed(self, slots: Any, mapping: Any, what: int, serial: int) -> bool:
+        self._books.in_tree(True)
+        return bool(self._books.freed(slots, mapping, what, serial))
+
+
+_real_books: Any = compiled.books
+
+
+def _insert_over_anything() -> None:
+    tree_link.TreeLink.may_insert = lambda self, tree, key, start: len(key)  # type: ignore[method-assign]
+
+
+def _rows_lent_unseen() -> None:
+    PoolGuard.check_row = lambda self, slots, need, since: True  # type: ignore[method-assign]
+
+
+#: What takes a check away, and the scene in which requests then read what is not theirs.
+MUTATIONS: dict[str, tuple[Callable[[], None], str]] = {
+    "no proof": (_no_proof, "window tail recycled"),
+    "full side not watched": (_full_side_not_watched, "full page recycled"),
+    "insertions over what is not proved": (_insert_over_anything, "window tail recycled"),
+    "rows lent unseen": (_rows_lent_unseen, "session row recycled"),
+}
+
+
+def mutated(release: scheduling.Release, tree: str) -> None:
+    """Each mutation in a process of its own, that of a child."""
+    for name, (remove, scene) in MUTATIONS.items():
+        if SCENES[scene].tell is _session and tree == "legacy":
+            continue
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            remove()
+            found = play(release, tree, SCENES[scene], "enforce")
+            row = {"version": running_version(), "tree": tree, "without": name}
+            print(json.dumps({**row, **found}), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
 def main() -> int:
     driver.prepare()
     release = scheduling.Release()
     for tree in scheduling.trees():
+        mutated(release, tree)
         for name, scene in SCENES.items():
+            if scene.tell is _session and tree == "legacy":
+                continue  # sessions stand around that tree, and its server has none
             for mode in (None, "observe", "enforce", "strict"):
                 row = {"version": running_version(), "tree": tree, "scene": name, "mode": mode}
                 found = play(release, tree, scene, mode)

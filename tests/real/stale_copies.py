@@ -1,0 +1,121 @@
+"""Host copies that are somebody else's by the time they are loaded back.
+
+The stories are those of ``host_tier.py``: a request runs, its KV is backed up, the device gives it
+up. Then a host slot of the backup is handed on behind the tree and filled by its new owner, and the
+prefix is asked for again. Unguarded, foreign KV is loaded; in enforce nothing is, and the request
+computes its prefix; in strict the load-back raises; in observe all is as unguarded, and reported.
+
+"no prints" is the proof by mutation: enforce, with the prints not asked.
+
+Prints one JSON line a tree, page size, scene and mode. Run: ``python -P stale_copies.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from hicache_guard.adapters import host_copies
+from hicache_guard.adapters.hooks import install, running_version, uninstall
+from hicache_guard.core.errors import GuardViolation
+from hicache_guard.core.report import Violation
+from hicache_guard.repro import pools, scheduling
+from real.host_tier import Finding, Story
+
+PAGES = (1, 16)
+
+
+def hand_on(side: int) -> Callable[[Story], None]:
+    """The host pool of the full (0) or window (1) KV takes slots back, and gives them to another."""
+
+    def spoil(story: Story) -> None:
+        pool = story.tier.host_pools()[side]
+        free = {int(slot) for slot in pool.free_slots}
+        for name in ("release_slots", "_release_slots"):
+            for part in getattr(pool, name, None) or ():
+                free |= {int(slot) for slot in torch.as_tensor(part).reshape(-1)}
+        used = torch.tensor(sorted(set(range(int(pool.size))) - free), dtype=torch.int64)
+        pool.free(used)
+        everything = pool.available_size()
+        pool.alloc(everything)
+        pool.kv_buffer.view(torch.uint8).fill_(7)
+
+    return spoil
+
+
+SCENES = {"full copy handed on": hand_on(0), "window copy handed on": hand_on(1)}
+
+
+def tell(story: Story, spoil: Callable[[Story], None]) -> dict[str, Any]:
+    prompt = [10 + number for number in range(5 * story.unit)]
+    known = story.run("first", prompt, 3 * story.unit + 1)
+    known = known[: len(known) // story.page * story.page]
+    story.tier.flush_writes()
+    story.empty_the_device()
+    spoil(story)
+    job = story.match("again", [*known, 3, 3, 3])
+    asked = int(job.req.host_hit_length)
+    story.tier.admit(job.req)
+    length = story.server.prefix_length(job.req)
+    story.tier.start_loads()
+    story.prefill(job)
+    story.bytes_of(story.server.row(job.req), job.tokens)
+    return {"host hit": asked, "loaded": length}
+
+
+# The mutation: prints are asked neither before a load-back nor after it.
+_WRONG_PAGES: Any = host_copies._wrong_pages
+_LOADED: Any = host_copies.HostTier.loaded
+
+
+def _all_right(*asked: Any) -> int:
+    return 0
+
+
+def _all_loaded(tier: Any, path: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    yes = torch.ones_like(path, dtype=torch.bool)
+    return yes, yes
+
+
+def play(
+    release: scheduling.Release, tree: str, page: int, scene: str, mode: str | None
+) -> dict[str, Any]:
+    uninstall()
+    reports: list[Violation] = []
+    if mode is not None:
+        install("enforce" if mode == "no prints" else mode, on_report=reports.append)
+    host_copies._wrong_pages = _all_right if mode == "no prints" else _WRONG_PAGES
+    host_copies.HostTier.loaded = _all_loaded if mode == "no prints" else _LOADED
+    story = Story(release, tree, page, "write_through")
+    found: dict[str, Any] = {}
+    try:
+        found = tell(story, SCENES[scene])
+        ended = "right"
+    except Finding as finding:
+        ended = f"bytes: {finding}"
+    except GuardViolation:
+        ended = "raised"
+    return {"ended": ended[:120], "faults": sorted({r.fault.value for r in reports}), **found}
+
+
+def main() -> int:
+    pools.quiet()
+    release = scheduling.Release()
+    for tree in scheduling.trees():
+        if tree == "legacy":
+            continue  # it has no host tier
+        for page in PAGES:
+            for scene in SCENES:
+                for mode in (None, "observe", "enforce", "strict", "no prints"):
+                    row = {"version": running_version(), "tree": tree, "page_size": page}
+                    found = play(release, tree, page, scene, mode)
+                    print(json.dumps({**row, "scene": scene, "mode": mode, **found}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
