@@ -86,6 +86,17 @@ static int readable(PyObject *tensor, int *wide)
     return fits;
 }
 
+/* Where the items of a tensor lie, and how many they are. */
+static int locate(PyObject *tensor, Items *items)
+{
+    int64_t address;
+    if (as_int64(PyObject_CallMethodNoArgs(tensor, name_numel), &items->count) < 0 ||
+        as_int64(PyObject_CallMethodNoArgs(tensor, name_data_ptr), &address) < 0)
+        return -1;
+    items->at = (const void *)(intptr_t)address;
+    return 0;
+}
+
 static int read_items(PyObject *tensor, Items *items)
 {
     int fits = readable(tensor, &items->wide);
@@ -107,13 +118,10 @@ static int read_items(PyObject *tensor, Items *items)
             return -1;
         }
     }
-    int64_t address;
-    if (as_int64(PyObject_CallMethodNoArgs(tensor, name_numel), &items->count) < 0 ||
-        as_int64(PyObject_CallMethodNoArgs(tensor, name_data_ptr), &address) < 0) {
+    if (locate(tensor, items) < 0) {
         Py_DECREF(tensor);
         return -1;
     }
-    items->at = (const void *)(intptr_t)address;
     items->kept = tensor;
     return 0;
 }
@@ -164,7 +172,7 @@ typedef struct {
 /* The generation of a page that a free ended. */
 typedef struct {
     int side;
-    int32_t page, born;
+    int32_t page, born, since;
 } Ended;
 
 enum { FULL, WINDOW };
@@ -184,7 +192,8 @@ typedef struct {
     Run *runs;
     int64_t written;
     int in_tree;  /* whether a prefix tree's own method runs */
-    int betrayed; /* whether somebody else freed a full page that a tree holds */
+    int betrayed; /* whether somebody else freed the window side of what a tree holds */
+    PyObject *mapping; /* the one that was read last: its kind need not be asked again */
 } Books;
 
 static int take_array(Books *self, int which, PyObject *from)
@@ -251,6 +260,7 @@ static void books_dealloc(PyObject *object)
     for (int which = 0; which < ARRAYS; which++)
         if (self->views[which].obj)
             PyBuffer_Release(&self->views[which]);
+    Py_XDECREF(self->mapping);
     PyMem_Free(self->ended);
     PyMem_Free(self->touches);
     PyMem_Free(self->runs);
@@ -325,8 +335,11 @@ static void revive(Books *self, int32_t mark)
     while (self->ends) {
         const Ended *was = &self->ended[--self->ends];
         int32_t *born = &self->array[BORN_FULL + was->side].at[was->page];
-        if (*born == mark)
-            *born = was->born;
+        if (*born != mark)
+            continue;
+        *born = was->born;
+        if (was->side == FULL)
+            self->array[SINCE].at[was->page] = was->since;
     }
 }
 
@@ -594,6 +607,27 @@ static inline int64_t window_page(const View *view, const Items *mapping, int64_
     return page_of(view, entry, view->outside[WINDOW]);
 }
 
+/* Whether a tree holds a full page as it took it over; page 0 and those beyond are never held. */
+static inline int is_held(const View *view, int64_t page)
+{
+    return view->born[FULL][page] <= view->since[page];
+}
+
+/* Whether a full page is the caller's to free: what a tree holds only its own methods may. */
+static inline int may_end(const Books *self, const View *view, int64_t page)
+{
+    return self->in_tree || !is_held(view, page);
+}
+
+/* What a free ends; a tree that frees a page holds it no more. */
+static inline Ended end_of(const View *view, int side, int64_t page)
+{
+    int32_t *since = &view->since[side == FULL ? page : 0];
+    Ended end = {side, (int32_t)page, view->born[side][page], *since};
+    *since = 0;
+    return end;
+}
+
 /* End the generation of the pages that a free names on one side; 0 where one may not be freed. */
 static int end_pages(Books *self, int side, const Items *slots, const Items *mapping, int what,
                      int32_t serial, int64_t heads)
@@ -610,23 +644,23 @@ static int end_pages(Books *self, int side, const Items *slots, const Items *map
         if (side == WINDOW) {
             page = window_page(&view, &entries, slot, what);
             right = page >= 0;
+            betrayed |= right && is_held(&view, page_of(&view, slot, view.outside[FULL]));
         } else {
             page = full_page(&view, &entries, slot, what);
-            right = page > 0;
+            right = page > 0 && may_end(self, &view, page);
         }
         if (!right)
             break;
         if (!page)
             continue;
-        betrayed |= side == FULL && born[page] <= view.since[page];
-        ended[ends++] = (Ended){side, (int32_t)page, born[page]};
+        ended[ends++] = end_of(&view, side, page);
         born[page] = mark;
         touch_pages(&now, page, page);
     }
     self->ends = ends;
     if (right)
         end_touch(&now, side, 1, serial);
-    self->betrayed |= betrayed && !self->in_tree;
+    self->betrayed |= betrayed && right && !self->in_tree;
     return right;
 }
 
@@ -723,13 +757,12 @@ static PyObject *came_alone(PyObject *object, PyObject *const *args, Py_ssize_t 
         return NULL;
     }
     Touching now = touching(self);
-    int betrayed = 0;
     for (; k < items.count; k++) {
         int64_t page = page_in(&view, item(&items, k), outside, pages);
-        if (page == 0 || page == outside || born[page] >= FREED)
+        if (page == 0 || page == outside || born[page] >= FREED ||
+            (side == FULL && !may_end(self, &view, page)))
             break;
-        betrayed |= side == FULL && born[page] <= view.since[page];
-        self->ended[self->ends++] = (Ended){side, (int32_t)page, born[page]};
+        self->ended[self->ends++] = end_of(&view, side, page);
         born[page] = FREED | serial;
         touch_pages(&now, page, page);
     }
@@ -739,7 +772,6 @@ static PyObject *came_alone(PyObject *object, PyObject *const *args, Py_ssize_t 
     else
         revive(self, FREED | serial);
     self->ends = 0;
-    self->betrayed |= betrayed && !self->in_tree;
     return answer(&read, right);
 }
 
@@ -774,7 +806,7 @@ static PyObject *in_tree(PyObject *object, PyObject *yes)
     Py_RETURN_NONE;
 }
 
-/* betrayed(): whether somebody but the trees freed a full page that a tree holds. */
+/* betrayed(): whether somebody but the trees freed the window side of what a tree holds. */
 static PyObject *betrayed(PyObject *object, PyObject *none)
 {
     (void)none;
@@ -819,23 +851,99 @@ static PyObject *adopted(PyObject *object, PyObject *const *args, Py_ssize_t giv
     return answer(&read, 1);
 }
 
-/* held(slots, mapping, need): whether a tree holds the last `need` of `slots` still as it took them
- * over, window side and all; never once it was betrayed. */
+/* Whether a tree holds the last `need` of `slots`, which are as many, still as it took them over. */
+static int holds(const View *view, const Items *slots, const Items *mapping, int64_t need)
+{
+    int64_t rows = (mapping->count < view->stamps ? mapping->count : view->stamps) - 1;
+    int64_t end = -1; /* slots from `end` less a page on, and before it, are of the page at hand */
+    int32_t born = 0, since = 0;
+    for (int64_t k = slots->count - need; k < slots->count; k++) {
+        int64_t slot = item(slots, k);
+        if (slot >= end || slot < end - view->size) {
+            int64_t page = live_page(view, slot);
+            born = view->born[FULL][page];
+            since = view->since[page];
+            end = (page + 1) * view->size;
+            if (!page || born > since)
+                return 0;
+        }
+        if (slot >= rows)
+            return 0;
+        int64_t entry = item(mapping, slot);
+        if (entry <= 0 || entry >= view->owners)
+            return 0;
+        /* As proves(), of a full page that is live. */
+        int32_t stamp = view->stamp[slot];
+        int32_t far = view->born[WINDOW][page_of(view, entry, view->outside[WINDOW])];
+        if ((stamp < far) | (stamp < born) | (stamp > since) | (view->owner[entry] != (int32_t)slot))
+            return 0;
+    }
+    return 1;
+}
+
+/* The mapping, for the time of one call; -1 for errors. */
+static int read_mapping(Books *self, PyObject *tensor, Items *mapping)
+{
+    if (tensor == self->mapping) {
+        mapping->wide = 1;
+        return locate(tensor, mapping);
+    }
+    if (read_items(tensor, mapping) < 0)
+        return -1;
+    if (mapping->kept == tensor && mapping->wide)
+        Py_XSETREF(self->mapping, Py_NewRef(tensor));
+    return 0;
+}
+
+/* Whether a tree holds the last `need` slots of one tensor: 1 or 0, or -1 for fewer, which are looked
+ * at where there are more `parts`; -2 for errors. */
+static int held_of(const View *view, PyObject *tensor, const Items *mapping, int64_t need, int parts,
+                   int64_t *count)
+{
+    Items slots = {0};
+    if (read_items(tensor, &slots) < 0)
+        return -2;
+    *count = slots.count;
+    int some = need > slots.count;
+    int right = some && !parts ? 0 : holds(view, &slots, mapping, some ? slots.count : need);
+    Py_DECREF(slots.kept);
+    return some && (right || !parts) ? -1 : right;
+}
+
+/* held(slots, mapping, need[, total]): 1 where a tree holds the last `need` of `slots` still as it took
+ * them over, window side and all; 0 where not; -1 for fewer slots than
+ * that. With `total` they are a list of tensors that lie one after the other, the last first; -1 as
+ * well where all of them are not `total` slots. */
 static PyObject *held(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
-    READ(2, 1)
-    const Items slots = read.items[0], mapping = read.items[1];
+    Books *self = (Books *)object;
+    if (given != 3 && !(given == 4 && PyList_Check(args[0])))
+        return PyErr_Format(PyExc_TypeError, "held takes slots, or a list of them and their count");
+    int64_t need = PyLong_AsLongLong(args[2]), total = given == 4 ? PyLong_AsLongLong(args[3]) : 0;
+    if (PyErr_Occurred())
+        return NULL;
+    Items mapping = {0};
+    if (read_mapping(self, args[1], &mapping) < 0)
+        return NULL;
     const View view = view_of(self);
-    int64_t need = read.number[0], k = slots.count - need;
-    if (self->betrayed || need < 0 || k < 0 || !is_mapping(&mapping))
-        return answer(&read, 0);
-    int right = 1;
-    for (; k < slots.count && right; k++) {
-        int64_t slot = item(&slots, k), page = live_page(&view, slot);
-        right = page > 0 && view.born[FULL][page] <= view.since[page] &&
-                has_window(&view, &mapping, slot) && view.stamp[slot] <= view.since[page];
+    int64_t count;
+    int right = 0, may = need >= 0 && is_mapping(&mapping);
+    if (may && given == 3) {
+        right = held_of(&view, args[0], &mapping, need, 0, &count);
+    } else if (may) {
+        right = -1;
+        for (Py_ssize_t k = 0; k < PyList_GET_SIZE(args[0]); k++) {
+            right = held_of(&view, PyList_GET_ITEM(args[0], k), &mapping, need, 1, &count);
+            if (right == 0 || right == -2)
+                break;
+            need -= count < need ? count : need;
+            total -= count;
+        }
+        if (right == 1 && total)
+            right = -1;
     }
-    return answer(&read, right);
+    Py_XDECREF(mapping.kept);
+    return right == -2 ? NULL : PyLong_FromLong(right);
 }
 
 /* -- module ----------------------------------------------------------------------------------- */

@@ -20,7 +20,8 @@ from hicache_guard import checkouts
 
 HERE = Path(__file__).parent
 SCENES = (
-    "window tail recycled", "window middle recycled", "full page recycled", "session row recycled",
+    "window tail recycled", "window middle recycled", "full page recycled",
+    "full page recycled unseen", "session row recycled",
 )  # fmt: skip
 HARMLESS = "window middle recycled"
 #: Seconds that one release may take.
@@ -62,7 +63,8 @@ def _judge(row: dict[str, Any]) -> None:
         assert row["ended"] == "raised", row
     else:
         assert row["ended"].startswith("kv: "), row
-        assert row["lengths"][1] > row["clip"], row
+        if row["scene"] != "full page recycled":  # there the guard keeps the page, and the hit
+            assert row["lengths"][1] > row["clip"], row
         assert bool(row["faults"]) is (row["mode"] == "observe"), row
 
 

@@ -454,12 +454,16 @@ def _free_window(original: Method, name: str, *, segment: bool) -> Method:
             rows = free_index.to(torch.int64, copy=True)
             known = rows.clamp(0, guard.map.mapping.numel() - 2)
             link.queued.append((rows, guard.map.mapping.index_select(0, known)))
+            if guard.device.type == "cpu":
+                guard.see_windows_betrayed(rows)
             original(allocator, free_index, **where)
             return
         if link.ending and link.queued:
             free_index = _as_queued(link, free_index)
-            if not free_index.shape[0]:
-                return
+            if free_index.shape[0]:
+                with guard.tree_working():  # whose they were was seen when they were queued
+                    _free(original, link, free_index, where, _WINDOW, segment, name)
+            return
         _free(original, link, free_index, where, _WINDOW, segment, name)
 
     return hooked

@@ -48,12 +48,12 @@ def reset(original: Method, tree: Any, *args: Any, **kwargs: Any) -> None:
     if book is None:
         original(tree, *args, **kwargs)
         return
-    with book.working():
+    with book.guard.tree_working():
         original(tree, *args, **kwargs)
     book.guard.forget_trees()
     if book.tier is not None:
         book.tier.forget()
-    book.stale_seen = False
+    book.tails.clear()
     tree_locks.flushed(tree)
 
 
@@ -64,7 +64,7 @@ def _working(original: Method) -> Method:
         book = tree.__dict__.get(ATTRIBUTE)
         if book is None:
             return original(tree, *args, **kwargs)
-        with book.working():
+        with book.guard.tree_working():
             return original(tree, *args, **kwargs)
 
     return hooked
@@ -78,7 +78,7 @@ def _evict(original: Method) -> Method:
         book = tree.__dict__.get(ATTRIBUTE)
         if book is None:
             return original(tree, *args, **kwargs)
-        with book.working():
+        with book.guard.tree_working():
             result = original(tree, *args, **kwargs)
         book.record.evicted(result)
         return result
@@ -104,12 +104,20 @@ def insert(original: Method, tree: Any, params: Any) -> Any:
     key, _ = params.key.maybe_to_bigram_view(_eagle(tree, book))
     length = min(len(key) // book.page_size * book.page_size, params.value.shape[0])
     evicted, start = _evicted(params), params.prev_prefix_len
-    end = length
-    if book.stale_seen:
-        end = book.may_insert(tree, key[:length], min(start, length))
-        if end < length:
-            _refuse(book, length, end, "the tree holds what it cannot prove there")
-    with book.working():
+    end, why = length, ""
+    if book.allocated is not None and book.allocated < length:
+        end = max(start, book.allocated // book.page_size * book.page_size)
+        why = "tokens without KV"
+        book.judged("insert", None, lambda: book.guard.uncomputed(params.value[end:length]))
+    if book.clips and (book.guard.trees_suspect or book.guard.windows_betrayed):
+        may = book.may_insert(tree, key[:length], min(start, length))
+        if may < end:
+            end, why = may, "the tree holds what it cannot prove there"
+    if not book.clips:
+        end = length
+    if end < length:
+        _refuse(book, length, end, why)
+    with book.guard.tree_working():
         found = book.adopt(params.value[:end], start, evicted)
         if found.end < end:
             _refuse(book, length, found.end, "tokens without KV")
@@ -131,23 +139,25 @@ def _refuse(book: TreeLink, length: int, end: int, why: str) -> None:
 
 def _stop_short(tree: Any, params: Any, key: Any, end: int, length: int, book: TreeLink) -> None:
     """Let an insertion end at ``end`` tokens instead of ``length``."""
-    rest = params.value[max(end, params.prev_prefix_len) : length]
+    rest = params.value[max(end, params.prev_prefix_len) : length].to(torch.int64)
     params.key, params.value = key[:end], params.value[:end]
-    # Nobody else knows of what the tree does not take over.
-    pages = book.guard.full.pages_of(rest.to(torch.int64))
-    live = book.guard.full.generations(pages) < FREED
-    tree.token_to_kv_pool_allocator.free(rest[live])
+    # Nobody else knows of what the tree does not take over. After a dead slot, or where the request
+    # has none, a row says nothing about who owns what: better lost than freed under its owner.
+    dead = book.guard.full.generations(book.guard.full.pages_of(rest)) >= FREED
+    owned = dead.to(torch.uint8).cumsum(0) == 0
+    if book.allocated is None or book.allocated >= length:
+        tree.token_to_kv_pool_allocator.free(rest[owned])
 
 
 def cache_finished_req(original: Method, tree: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
     book = tree.__dict__.get(ATTRIBUTE)
     if book is None:
         return original(tree, req, *args, **kwargs)
-    book.request = req.rid
+    book.request, book.allocated = req.rid, _allocated(req)
     try:
         return original(tree, req, *args, **kwargs)
     finally:
-        book.request = None
+        book.request = book.allocated = None
 
 
 def _while_running(original: Method) -> Method:
@@ -161,7 +171,8 @@ def _while_running(original: Method) -> Method:
         book = tree.__dict__.get(ATTRIBUTE)
         if book is None:
             return original(tree, req, *args, **kwargs)
-        book.request, book.inserting, book.protected = req.rid, "running", _protected(req)
+        book.request, book.inserting = req.rid, "running"
+        book.protected, book.allocated = _protected(req), _allocated(req)
         try:
             return original(tree, req, *args, **kwargs)
         except _NotCached:
@@ -171,13 +182,19 @@ def _while_running(original: Method) -> Method:
             finally:
                 tree.disable = False
         finally:
-            book.request = book.inserting = None
+            book.request = book.inserting = book.allocated = None
 
     return hooked
 
 
 cache_unfinished_req = Factory(_while_running)
 checkpoint_into_tree = Factory(_while_running)
+
+
+def _allocated(req: Any) -> int:
+    """How many tokens of a request's row have slots."""
+    holder = req if hasattr(req, "kv_allocated_len") else req.kv
+    return int(holder.kv_allocated_len)
 
 
 def _protected(req: Any) -> int:
@@ -214,12 +231,22 @@ def _match_prefix(original: Method) -> Method:
         if book is None:
             return original(tree, params)
         result = original(tree, params)
-        length = length_of(result)
+        length = result.device_indices.shape[0] if book.gives_slots else result.device_prefix_len
         if isinstance(result.last_device_node, book.virtual):
             return result  # a session's row; see the module of that name
-        if length and not book.holds(book.slots_of(result, whole=False), length):
+        if length and not book.holds_match(result, length):
             return _clipped(original, tree, params, result, book)
-        book.record.proved(params, length)
+        record = book.record
+        if record.told:
+            record.proved(params, length)
+        else:
+            tally = record.tally  # as its proved()
+            tally.matches += 1
+            tally.asked_tokens += len(params.key)
+            if length:
+                tally.hits += 1
+                tally.hit_tokens += length
+                tally.whole_tokens += length
         return result
 
     return hooked
@@ -230,14 +257,13 @@ match_prefix = Factory(_match_prefix)
 
 def _clipped(original: Method, tree: Any, params: Any, result: Any, book: TreeLink) -> Any:
     """The longest match that the release finds and the pools prove."""
-    path = book.slots_of(result, whole=True)
+    path = book.slots_of(result)
     proved = book.prove(path, request_of(params))
     length = claimed = length_of(result)
     if proved.longest(length) == length:
         book.record.proved(params, length)
         return result
     while book.clips and (usable := proved.longest(length)) < length:
-        book.stale_seen = True
         if book.inserting == "running" and usable < book.protected:
             return result  # no hit: a request is pointed at what it reads already
         params = dataclasses.replace(params, key=params.key[:usable])
@@ -267,7 +293,7 @@ def load_back(original: Method, tree: Any, node: Any, *args: Any, **kwargs: Any)
     tier.expect(req)
     guard.trees_loading = True
     try:
-        with book.working(), acting_for(None if req is None else req.rid):
+        with book.guard.tree_working(), acting_for(None if req is None else req.rid):
             loaded = original(tree, node, *args, **kwargs)
         if loaded:
             path = book.path_to(node)
@@ -299,6 +325,5 @@ def init_load_back(original: Method, tree: Any, params: Any) -> Any:
         book.record.loaded_back(request, tokens)
         return loaded
     # What was loaded stays in the tree, where the next match looks at it again.
-    book.stale_seen = True
     book.record.loaded_back(request, tokens, refused="the loaded prefix cannot be proved")
     return (0 if isinstance(loaded[0], int) else loaded[0][:0]), before

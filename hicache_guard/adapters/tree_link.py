@@ -7,8 +7,7 @@ it returns a node, they are asked of the tree core, in Python or in Rust, by the
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,6 +21,8 @@ from hicache_guard.core.proof import Adopted, Proved
 
 #: The attribute under which a tree holds its link.
 ATTRIBUTE = "_hicache_guard_tree"
+#: Nodes whose tails are remembered, and how many nodes such a tail may have.
+MAX_REMEMBERED, MAX_TAIL = 16_384, 16
 
 
 class TreeLink:
@@ -29,40 +30,33 @@ class TreeLink:
 
     ``need`` is how many tokens before a resume point must have window KV: the tree's own window.
     While a method inserts on behalf of a request, ``request`` names it; ``inserting`` is set where
-    the request runs on, and ``protected`` is what the tree holds of its row by then.
+    the request runs on, ``protected`` is what the tree holds of its row by then, and ``allocated``
+    how many tokens of the row have slots.
     """
 
     def __init__(self, tree: Any, link: AllocatorLink, params: Any) -> None:
         self.link = link
+        self.state = link.state
         self.record = Recorder(tree, link.guard)
         self.guard = link.guard
         gates = getattr(params, "swa_gates_prefix_match", True)
         self.need = int(tree.sliding_window_size or 0) if gates else 0
         self.page_size = int(tree.page_size)
         self.core: Any = getattr(tree, "tree_core", None)
+        self.value_of: Any = getattr(self.core, "get_component_device_value", None)
         self.tier: HostTier | None = None
         self.request: str | None = None
         self.inserting: str | None = None
         self.protected = 0
+        self.allocated: int | None = None
         #: Whether what cannot be proved is taken back; observe only says so.
         self.clips = self.guard.mode is not Mode.OBSERVE
-        #: A pseudo-hit was seen: the tree may hold more of what it cannot prove.
-        self.stale_seen = False
         self.virtual: Any = _virtual_node()
         self.full, self.window = component("FULL"), component("SWA")
-
-    @contextmanager
-    def working(self) -> Iterator[None]:
-        """A method of the tree runs: what it frees is its own."""
-        guard = self.guard
-        if guard.trees_working:
-            yield
-            return
-        guard.tree_works(True)
-        try:
-            yield
-        finally:
-            guard.tree_works(False)
+        #: Whether a match says which slots it found, and not only the node.
+        self.gives_slots = _gives_slots()
+        #: For nodes shorter than the window, where that is; see ``held_in_tail``.
+        self.tails: dict[Any, tuple[list[Any], int]] = {}
 
     def judged(self, name: str, request: str | None, check: Callable[[], Any]) -> Any:
         """Judge slot by slot, as one operation, on behalf of ``request``."""
@@ -88,17 +82,51 @@ class TreeLink:
 
     # -- matches -----------------------------------------------------------------------------
 
-    def slots_of(self, result: Any, *, whole: bool) -> torch.Tensor:
-        """The full slots of a match; only the last of them, window and all, unless ``whole``."""
+    def slots_of(self, result: Any) -> torch.Tensor:
+        """The full slots of a match."""
         found: torch.Tensor | None = getattr(result, "device_indices", None)
         if found is not None:
             return found
-        length, node = result.device_prefix_len, result.last_device_node
-        if not whole:
-            last: torch.Tensor | None = self.core.get_component_device_value(node, self.full)
-            if last is not None and last.shape[0] >= min(self.need, length):
-                return last
-        return self.path_to(node)[:length]
+        return self.path_to(result.last_device_node)[: result.device_prefix_len]
+
+    def held_in_tail(self, node: Any, mapping: torch.Tensor, need: int) -> bool:
+        """As ``Books.held``, of a path whose last node is shorter than the window.
+
+        Which nodes are the tail is found once and remembered. A split leaves the lower part its
+        id, so the tail that is remembered is whole for as long as it has as many slots.
+        """
+        books, value = self.guard.compiled, self.value_of
+        assert books is not None
+        nodes, total = self.tails.get(node) or self._find_tail(node, need)
+        if nodes:
+            full = self.full
+            parts = [value(each, full) for each in nodes]
+            if all(part is not None for part in parts):
+                held = books.held(parts, mapping, need, total)
+                if held >= 0:
+                    return held > 0
+            self.tails.pop(node, None)  # split, or evicted: found anew the next time
+        return books.held(self.path_to(node), mapping, need) > 0
+
+    def _find_tail(self, node: Any, need: int) -> tuple[list[Any], int]:
+        """The last nodes of a path, the last first, that have ``need`` tokens, and how many.
+
+        None where a core does not tell of its paths, or they are many.
+        """
+        nodes: list[Any] = []
+        total = 0
+        if hasattr(self.core, "collect_path_info"):
+            for span in reversed(self.core.collect_path_info([node])[0]):
+                nodes.append(span.node_id)
+                total += span.path_end - span.path_start
+                if total >= need or len(nodes) > MAX_TAIL:
+                    break
+        if len(nodes) > MAX_TAIL:
+            nodes = []
+        if len(self.tails) >= MAX_REMEMBERED:
+            self.tails.clear()
+        self.tails[node] = nodes, total
+        return nodes, total
 
     def path_to(self, node: Any) -> torch.Tensor:
         """The full slots (int64) on the path from the root to a node."""
@@ -119,8 +147,26 @@ class TreeLink:
         books = guard.compiled
         if books is None or guard.trees_suspect:
             return False
-        mapping = self.link.state["full_to_swa_index_mapping"]
-        return books.held(slots, mapping, min(self.need, length))
+        need = self.need if self.need < length else length
+        return books.held(slots, self.link.state["full_to_swa_index_mapping"], need) > 0
+
+    def holds_match(self, result: Any, length: int) -> bool:
+        """Whether a match of ``length`` tokens is proved at once."""
+        if self.gives_slots:
+            return self.holds(result.device_indices, length)
+        guard = self.guard
+        books = guard.compiled
+        if books is None or guard.trees_suspect:
+            return False
+        node, need = result.last_device_node, self.need if self.need < length else length
+        last = self.value_of(node, self.full)
+        if last is None:
+            return self.holds(self.path_to(node)[:length], length)
+        mapping = self.state["full_to_swa_index_mapping"]
+        held = books.held(last, mapping, need)
+        if held < 0:  # the node is shorter than the window
+            return self.held_in_tail(node, mapping, need)
+        return held > 0
 
     def overlap(self, tree: Any, key: Any) -> list[tuple[torch.Tensor, bool]] | None:
         """The nodes that ``key`` would be inserted over: full slots, and whether with window KV.
@@ -169,7 +215,7 @@ class TreeLink:
         """Up to where an insertion beyond ``start`` runs over nothing that the tree cannot prove.
 
         The release frees what the request computed in favour of what the tree holds already, and
-        points the request at that; after a pseudo-hit it must not do so blindly.
+        points the request at that; once anything may be wrong it must not do so blindly.
         """
         nodes = self.overlap(tree, key)
         if nodes is None:
@@ -180,7 +226,8 @@ class TreeLink:
         windowed = torch.cat([torch.full(slots.shape, has) for slots, has in nodes])
         if slots.shape[0] <= start:
             return len(key)
-        proved = self.guard.first_unproved(slots[start:], windowed[start:].to(slots.device))
+        over, windows = slots[start:], windowed[start:].to(slots.device)
+        proved: int = self.judged("insert", None, lambda: self.guard.check_overlap(over, windows))
         if start + proved == slots.shape[0]:
             return len(key)
         return max(start, (start + proved) // self.page_size * self.page_size)
@@ -192,6 +239,12 @@ class TreeLink:
             "match_prefix", request, lambda: self.guard.prove_prefixes(paths, self.need)
         )
         return found[0]
+
+
+def _gives_slots() -> bool:
+    from sglang.srt.mem_cache.base_prefix_cache import MatchResult
+
+    return hasattr(MatchResult, "device_indices")
 
 
 def length_of(result: Any) -> int:

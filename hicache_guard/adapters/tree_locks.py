@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -184,7 +185,8 @@ def dec_swa_lock_only(original: Method, tree: Any, node: Any, *args: Any, **name
     fields = getattr(receipt, "__dict__", None)
     terms = {"swa_uuid_for_lock": receipt} if fields is None else fields
     if _may_release_window(tree, node, terms, "dec_swa_lock_only"):
-        return original(tree, node, *args, **named)
+        with _working(tree):
+            return original(tree, node, *args, **named)
     return None
 
 
@@ -192,7 +194,14 @@ def release_swa(original: Method, tree: Any, lock: Any) -> None:
     if lock is None or lock.swa_released:
         original(tree, lock)  # returns at once
     elif _may_release_window(tree, lock.node, lock.receipt.__dict__, "release_swa"):
-        original(tree, lock)
+        with _working(tree):
+            original(tree, lock)
+
+
+def _working(tree: Any) -> AbstractContextManager[None]:
+    """A tree may let go of window KV together with its lock: it is the tree's to free."""
+    ledger = locks_of(tree)
+    return nullcontext() if ledger is None else ledger.guard.tree_working()
 
 
 def _may_release_window(tree: Any, node: Any, fields: dict[str, Any], name: str) -> bool:

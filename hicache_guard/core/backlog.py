@@ -82,7 +82,7 @@ class Freed:
     the full side is freed, ``window`` holds the entries that lead to the window side (None where
     that is not freed), which must all lead somewhere if ``mapped``. ``queued`` for a free in an
     open group: its pages reach the free list when the group ends, perhaps after this note was
-    settled.
+    settled. ``by_tree``: a prefix tree's own method freed them.
     """
 
     operation: Operation
@@ -92,6 +92,7 @@ class Freed:
     window: torch.Tensor | None = None
     mapped: bool = False
     queued: bool = False
+    by_tree: bool = False
 
     def last(self, page_size: int) -> torch.Tensor:
         """The last slot that it names, where that is not the last of its page; else empty."""
@@ -115,6 +116,11 @@ class Held:
     direct: bool
     admit: Callable[[torch.Tensor], None]
     queued: bool = False
+
+
+def slots_of(held: Held) -> torch.Tensor:
+    """The slots of what a free list is about to receive, each page's first where it is page ids."""
+    return held.items * held.ledger.page_size if held.pages else held.items
 
 
 #: The full and the window slots of decode steps.
@@ -195,11 +201,16 @@ class Backlog:
     def note_free(self, entry: Freed) -> None:
         """Add a free that is to be checked."""
         self.has_frees = True
+        entry.by_tree = self._guard.trees_working
+        if entry.by_tree and entry.full:
+            self._guard.withdraw(entry.heads)
         self._frees.append(entry)
 
     def hold(self, entry: Held) -> None:
         """Add what a free list is about to receive (enforce), or has just received (observe)."""
         self.has_frees = True
+        if entry.direct and entry.ledger is self._guard.full and self._guard.trees_working:
+            self._guard.withdraw(slots_of(entry))
         self._held.append(entry)
         if self._guard.mode is Mode.ENFORCE:
             slots = entry.items.shape[0] * (entry.ledger.page_size if entry.pages else 1)
@@ -325,6 +336,12 @@ class Backlog:
             wrong.append(book.any_not_continued(rows, slots, rows, back=1))
         frees = [note for note in noted if note.full]
         followed = [note for note in noted if note.window is not None]
+        # Whatever a tree's own method freed it has withdrawn by then.
+        named = [note.heads for note in frees]
+        named += [slots_of(note) for note in held if note.direct and note.ledger is full]
+        named += [note.heads for note in followed if not (note.full or note.by_tree)]
+        if named:
+            wrong.append(guard.witness.any_resident(Gathered(named)))
         alone = [note.heads for note in frees if note.window is None]
         if alone:
             wrong.append(book.any_mapped(Gathered(alone)))
@@ -407,7 +424,8 @@ class Backlog:
     def _go_through(self, batch: Batch) -> None:
         """Something is not in order: judge note by note, and admit only what was freed rightly."""
         guard = self._guard
-        here = guard.operation
+        here, working = guard.operation, guard.trees_working
+        guard.trees_working = False
         rightly: dict[str, set[int]] = {guard.full.name: set(), guard.window.name: set()}
         for ledger, pages in batch.vouched:
             rightly[ledger.name].update(page for page in pages.tolist() if page)
@@ -430,7 +448,9 @@ class Backlog:
             if isinstance(note, Held):
                 self._judge_direct(note)
                 continue
+            guard.trees_working = note.by_tree
             full, window = guard.recheck_free(note)
+            guard.trees_working = False
             rightly[guard.full.name] |= full
             rightly[guard.window.name] |= window
         came = {name: set[int]() for name in rightly}
@@ -444,7 +464,7 @@ class Backlog:
             for ledger in (guard.full, guard.window):
                 due = sorted(rightly[ledger.name] - came[ledger.name])
                 self.vouch(ledger, torch.tensor(due, dtype=torch.int64, device=guard.device))
-        guard.operation = here
+        guard.operation, guard.trees_working = here, working
         guard.mapping_suspect = guard.mapping_suspect or guard.mode is Mode.OBSERVE
 
     def _judge_direct(self, held: Held) -> None:

@@ -89,10 +89,10 @@ class Books(Protocol):
         """Whether a full page of ``slots`` is free and still has a proved entry."""
 
     def in_tree(self, yes: bool, /) -> None:
-        """Whether a prefix tree's own method runs from now on: what is freed is its to free."""
+        """Whether a prefix tree's own method runs from now on: what it holds is its to free."""
 
     def betrayed(self) -> bool:
-        """Whether somebody but the trees freed a full page that a tree holds, at any time."""
+        """Whether somebody but the trees freed the window side of what a tree holds, ever."""
 
     def adopted(
         self,
@@ -109,10 +109,18 @@ class Books(Protocol):
         Those at ``evicted`` and beyond with their window side.
         """
 
-    def held(self, slots: torch.Tensor, mapping: torch.Tensor, need: int, /) -> bool:
-        """Whether a tree holds the last ``need`` of ``slots`` as it took them over.
+    def held(
+        self,
+        slots: torch.Tensor | list[torch.Tensor],
+        mapping: torch.Tensor,
+        need: int,
+        total: int = ...,
+        /,
+    ) -> int:
+        """1 where a tree holds the last ``need`` of ``slots`` as it took them over, 0 where not.
 
-        Never once it was betrayed.
+        -1 where there are fewer slots. With ``total`` the slots come in
+        parts, the last first; -1 as well where these are not ``total`` slots.
         """
 
     def touched(self, side: int, page: int, /) -> list[tuple[int, int]]:

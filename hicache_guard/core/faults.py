@@ -32,6 +32,7 @@ class Fault(enum.Enum):
     UNPROVED_WINDOW = "unproved-window"
     LOCK_DRIFT = "lock-drift"
     FOREIGN_PREFIX = "foreign-prefix"
+    FREED_UNDER_TREE = "freed-under-tree"
     STALE_HOST_COPY = "stale-host-copy"
     DEAD_TOKENS_CACHED = "dead-tokens-cached"
     EVICTED_TOKENS_CACHED = "evicted-tokens-cached"
@@ -101,6 +102,9 @@ FACTS: dict[Fault, FaultFacts] = {
     ),
     Fault.FOREIGN_PREFIX: FaultFacts(
         "a prefix is reused although its full KV was freed since it was cached", (), (29352,)
+    ),
+    Fault.FREED_UNDER_TREE: FaultFacts(
+        "a page that the prefix tree holds is freed by somebody else", (), (27731, 28754)
     ),
     Fault.STALE_HOST_COPY: FaultFacts(
         "a load-back would bring KV that is not of the prefix that it is for",

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import FrameType
 
 import numpy as np
@@ -83,9 +84,10 @@ class PoolGuard:
         self.operation: Operation | None = None
         #: Set once an entry of the mapping may be wrong: from then on translations are validated.
         self.mapping_suspect = False
-        #: Set once a page that a prefix tree holds may be somebody else's: from then on the whole
-        #: path of every match is judged, not only its window.
+        #: Set once anything was wrong: from then on the whole path of every match is judged, not
+        #: only its window, and what an insertion runs over is looked at.
         self.trees_suspect = False
+        self._windows_betrayed = False
         self.trees_working = False
         #: A load-back runs: what it writes to the mapping is proved when it is done.
         self.trees_loading = False
@@ -147,8 +149,7 @@ class PoolGuard:
         self.backlog.settle()
         self.operation = None
         shift = self.serial // 2
-        if self.compiled is not None and self.compiled.betrayed():
-            self.trees_suspect = True
+        self._windows_betrayed = self.windows_betrayed
         self.witness.rebase(shift, self.map)
         self.map.rebase(shift)
         self.full.rebase(shift)
@@ -559,7 +560,6 @@ class PoolGuard:
             ledger.release(pages, self.serial)
             self.backlog.vouch(ledger, pages)
         elif self.compiled is not None:
-            self._see_trees_betrayed(ledger, pages)
             ledger.queue(pages, self.serial)
 
     def vet_release(
@@ -604,14 +604,21 @@ class PoolGuard:
         if queued:
             dead = found < FREED | QUEUED
         bad = dead
+        if ledger is self.full and not queued:
+            if self.trees_working:
+                self.withdraw(slots)
+            held = self.witness.resident(slots)
+            bad = dead | held
         suspicions = [
             Suspicion(Fault.NEGATIVE_INDEX, lambda: slots < 0),
             Suspicion(Fault.OUT_OF_RANGE, lambda: pages == ledger.outside),
             Suspicion(Fault.DOUBLE_FREE, lambda: dead & (pages > 0) & (pages < ledger.outside)),
         ]
+        if ledger is self.full and not queued:
+            suspicions.append(Suspicion(Fault.FREED_UNDER_TREE, lambda: held))
         if distinct:
-            repeated = ledger.repeated(pages) & ~dead
-            bad = dead | repeated
+            repeated = ledger.repeated(pages) & ~bad
+            bad = bad | repeated
             suspicions.append(Suspicion(Fault.DUPLICATE_IN_CALL, lambda: repeated))
         if silent:
             self.judge(Verdict(bad & (pages > 0), slots, suspicions, found=found), ledger)
@@ -629,6 +636,7 @@ class PoolGuard:
         beyond = slots > self.map.mapping.numel() - 2
         padding = (slots >= 0) & (slots < self.page_size) & must_be_mapped
         bad = (slots < 0) | beyond | padding
+        self.see_windows_betrayed(slots)
         verdict = Verdict(
             bad,
             slots,
@@ -819,7 +827,6 @@ class PoolGuard:
     def released(self, ledger: PageLedger, slots: torch.Tensor) -> None:
         """Slots (int64, in range) entered ``ledger``'s free list with their pages."""
         pages = ledger.pages_of(slots)
-        self._see_trees_betrayed(ledger, pages)
         ledger.release(pages, self.serial)
         self._touch("freed", ledger, pages)
 
@@ -852,6 +859,7 @@ class PoolGuard:
         self.map.record(rows, held, self.serial)
         if self.trees_working and not self.trees_loading:
             self.witness.renew(rows, self.serial)
+        self.see_windows_betrayed(rows)
         return written
 
     def overdue_aliases(self) -> None:
@@ -902,6 +910,7 @@ class PoolGuard:
         of the pool, so it only runs where such a write was noticed.
         """
         self.tally.unhooked_writes += 1
+        self._windows_betrayed = True
         if mapping is not self.map.mapping:
             self.map.adopt(mapping)
             self._compile()
@@ -973,8 +982,19 @@ class PoolGuard:
 
     # -- prefix trees --------------------------------------------------------------------------
 
-    def tree_works(self, yes: bool) -> None:
-        """Whether a prefix tree's own method runs from now on: pages that it frees are its own."""
+    @contextmanager
+    def tree_working(self) -> Iterator[None]:
+        """A prefix tree's own method runs: what the tree holds is its to free."""
+        if self.trees_working:
+            yield
+            return
+        self._tree_works(True)
+        try:
+            yield
+        finally:
+            self._tree_works(False)
+
+    def _tree_works(self, yes: bool) -> None:
         self.trees_working = yes
         if self.compiled is not None:
             self.compiled.in_tree(yes)
@@ -1013,6 +1033,13 @@ class PoolGuard:
         self.witness.vouch(torch.where(dead, 0, given)[: max(0, found.end - start)], self.serial)
         return found
 
+    def uncomputed(self, slots: torch.Tensor) -> None:
+        """``slots`` of a row, beyond what its request was given, are about to go to a tree."""
+        row = slots.to(torch.int64)
+        bad = torch.ones_like(row, dtype=torch.bool)
+        suspicion = Suspicion(Fault.DEAD_TOKENS_CACHED, lambda: bad)
+        self.judge(Verdict(bad, row, [suspicion]), self.full)
+
     def _adoptable(
         self, dead: torch.Tensor, gone: torch.Tensor, start: int, evicted: int
     ) -> Adopted:
@@ -1036,15 +1063,6 @@ class PoolGuard:
         inside = entries.clamp(0, self.map.owner.shape[0] - 1)
         held = (rows == slots) & (inside == entries) & (entries > 0)
         return held & self.map.proved(rows, inside)
-
-    def first_unproved(self, slots: torch.Tensor, windowed: torch.Tensor) -> int:
-        """How many leading ``slots`` (int64) a tree holds still as it took them over.
-
-        Of those under ``windowed`` (bool) the window side, too. Reads the device.
-        """
-        good = self.witness.live(slots, self.map, self._entries(slots))
-        good |= ~windowed & self.witness.resident(slots)
-        return int(good.to(torch.uint8).cumprod(0).sum())
 
     def check_row(self, slots: torch.Tensor, need: int, since: int) -> bool:
         """Whether a row (int64 full slots) that was put by after operation ``since`` still holds.
@@ -1099,12 +1117,43 @@ class PoolGuard:
         """A tree's own method queues a free of full ``slots`` (int64); it holds them no more."""
         self.witness.vouch(slots, 0)
 
-    def _see_trees_betrayed(self, ledger: PageLedger, pages: torch.Tensor) -> None:
-        """Before ``pages`` are freed: as the compiled books do where they let a free run."""
-        if self.compiled is None or ledger is not self.full or self.trees_working:
-            return  # without them every match is judged as a whole
-        if bool((ledger.generations(pages) <= self.witness.since.index_select(0, pages)).any()):
-            self.trees_suspect = True
+    @property
+    def windows_betrayed(self) -> bool:
+        """Whether somebody but the trees may have freed the window side of what a tree holds."""
+        return self._windows_betrayed or (self.compiled is not None and self.compiled.betrayed())
+
+    def see_windows_betrayed(self, slots: torch.Tensor) -> None:
+        """The window side of full ``slots`` (int64) is let go, or given to others.
+
+        Reads the device; one in observe mode is not looked at, for nothing follows from it there.
+        """
+        if self.trees_working or self._windows_betrayed:
+            return
+        if self.mode is not Mode.OBSERVE or self.device.type == "cpu":
+            self._windows_betrayed = bool(self.witness.resident(slots).any())
+
+    def check_overlap(self, slots: torch.Tensor, windowed: torch.Tensor) -> int:
+        """How many leading ``slots`` (int64) a tree holds still as it took them over.
+
+        Of those under ``windowed`` (bool) the window side, too. An insertion is about to run over
+        them: the release frees what a request has computed in their favour. Reads the device.
+        """
+        resident = self.witness.resident(slots)
+        entries = self._entries(slots)
+        foreign = ~resident
+        unproved = windowed & resident & ~self.witness.live(slots, self.map, entries)
+        verdict = Verdict(
+            foreign | unproved,
+            slots,
+            [
+                Suspicion(Fault.FOREIGN_PREFIX, lambda: foreign),
+                Suspicion(Fault.UNPROVED_WINDOW, lambda: unproved),
+            ],
+            found=self.full.generations(self.full.pages_of(slots)),
+            other=entries.clamp(min=0),
+        )
+        self.judge(verdict, self.full)
+        return int((~verdict.bad).to(torch.uint8).cumprod(0).sum())
 
     def prove_prefixes(self, paths: Sequence[torch.Tensor], need: int) -> list[Proved]:
         """How much of each matched path (int64 full slots, oldest first) can be proved.
@@ -1208,7 +1257,7 @@ class PoolGuard:
         self.map.reset()
         self.witness.reset()
         self._compile()
-        self.mapping_suspect = self.trees_suspect = False
+        self.mapping_suspect = self.trees_suspect = self._windows_betrayed = False
 
     def resync(self, ledger: PageLedger, free_pages: torch.Tensor) -> None:
         """A free list was replaced behind the seams: take its word for what is free.

@@ -105,7 +105,6 @@ class MatchTally:
 
     __slots__ = (
         "_clipped_proved",
-        "_whole_tokens",
         "asked_tokens",
         "clips",
         "evicted_tokens",
@@ -119,6 +118,7 @@ class MatchTally:
         "load_backs_refused",
         "matches",
         "recomputed_tokens",
+        "whole_tokens",
     )
 
     def __init__(self, groups: Sequence[str] = ("full", "window")) -> None:
@@ -136,13 +136,13 @@ class MatchTally:
         self.load_backs_refused = 0
         self.insert_cuts = 0
         # Of a match that is proved whole every group proved the same: one addition for all groups.
-        self._whole_tokens = 0
+        self.whole_tokens = 0
         self._clipped_proved = dict.fromkeys(groups, 0)
 
     @property
     def proved_tokens(self) -> dict[str, int]:
         """Tokens that each group proved."""
-        return {name: self._whole_tokens + n for name, n in list(self._clipped_proved.items())}
+        return {name: self.whole_tokens + n for name, n in list(self._clipped_proved.items())}
 
     def proved(self, asked: int, used: int) -> None:
         """A match of a key of ``asked`` tokens gave ``used``, and every group proved them all."""
@@ -151,7 +151,7 @@ class MatchTally:
         if used:
             self.hits += 1
             self.hit_tokens += used
-            self._whole_tokens += used
+            self.whole_tokens += used
 
     def clipped(self, record: MatchRecord) -> None:
         """A match was not proved whole. Raises ValueError for a record without a reason."""

@@ -115,6 +115,8 @@ class WindowMap:
         owner = self.owner.to(torch.int64)
         born = self._window.generations(self._window.pages_of(slots))
         holds = (owner > 0) & (born < FREED) & (self.stamp.index_select(0, owner) >= born)
+        # And not in an earlier life of the row's own page.
+        holds &= born >= self._full.generations(self._full.pages_of(owner))
         owner = torch.where(holds, owner, 0)
         nothing = torch.zeros(self.mapping.shape, dtype=torch.int64, device=slots.device)
         count = nothing.scatter_add(0, owner, torch.ones_like(slots))

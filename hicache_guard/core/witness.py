@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from hicache_guard.core.gathered import Gathered
 from hicache_guard.core.ledger import PageLedger
 from hicache_guard.core.undo import UndoLogs
 from hicache_guard.core.windowmap import WindowMap
@@ -57,6 +58,11 @@ class Witness:
         """Mask (bool) of the ``slots`` (int64) whose page is the one that the tree took over."""
         pages = self._ledger.pages_of(slots)
         return self._ledger.generations(pages) <= self.since.index_select(0, pages)
+
+    def any_resident(self, named: Gathered) -> torch.Tensor:
+        """Whether (0-dim bool) a tree holds a page that is named."""
+        pages = named.pages_in(self._ledger)
+        return (self._ledger.generations(pages) <= self.since.index_select(0, pages)).any()
 
     def live(self, slots: torch.Tensor, book: WindowMap, entries: torch.Tensor) -> torch.Tensor:
         """Mask (bool) of the ``slots`` whose window side, too, is what the tree took over.

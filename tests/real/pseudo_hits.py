@@ -24,7 +24,6 @@ import torch
 
 from hicache_guard.adapters import tree_link
 from hicache_guard.adapters.hooks import install, running_version, uninstall
-from hicache_guard.core import compiled
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.report import Violation
@@ -126,8 +125,16 @@ def _window_middle(play: Play) -> None:
 
 
 def _full_page(play: Play) -> None:
-    """A page in the middle is freed on both sides, and recycled."""
+    """A page in the middle is freed on both sides, and recycled. (The guard does not free it.)"""
     play.allocator.free(play.cached(PROMPT)[8:12].clone())
+    play.newcomer(4)
+
+
+def _full_page_unseen(play: Play) -> None:
+    """As before, by a hand in the free list that no hook sees."""
+    pool = play.allocator.full_attn_allocator
+    page = play.cached(PROMPT)[8:9] // PAGE
+    pool.free_pages = torch.cat([page.to(pool.free_pages.dtype), pool.free_pages])
     play.newcomer(4)
 
 
@@ -159,7 +166,8 @@ SCENES = {
     "window tail recycled": Scene(_window_tail, 24, _matches),
     # Nothing that the last 8 tokens before 28 need is gone.
     "window middle recycled": Scene(_window_middle, 28, _matches),
-    "full page recycled": Scene(_full_page, 8, _matches),
+    "full page recycled": Scene(_full_page, 28, _matches),
+    "full page recycled unseen": Scene(_full_page_unseen, 8, _matches),
     # The row cannot be lent; the tree has 32 tokens of it.
     "session row recycled": Scene(lambda play: None, 32, _session),
 }
@@ -192,31 +200,7 @@ def play(release: scheduling.Release, tree: str, scene: Scene, mode: str | None)
 
 
 def _no_proof() -> None:
-    tree_link.TreeLink.holds = lambda self, slots, length: True  # type: ignore[method-assign]
-
-
-def _full_side_not_watched() -> None:
-    tree_link.TreeLink.holds = lambda self, slots, length: (  # type: ignore[method-assign]
-        self.guard.compiled.held(slots, self.guard.map.mapping, min(self.need, length))
-    )
-    compiled.books = lambda *books: Blind(*books)  # type: ignore[assignment]
-
-
-class Blind:
-    """Compiled books that never hear of a tree that was betrayed."""
-
-    def __init__(self, *books: Any) -> None:
-        self._books = _real_books(*books)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._books, name)
-
-    def freed(self, slots: Any, mapping: Any, what: int, serial: int) -> bool:
-        self._books.in_tree(True)
-        return bool(self._books.freed(slots, mapping, what, serial))
-
-
-_real_books: Any = compiled.books
+    tree_link.TreeLink.holds_match = lambda self, result, length: True  # type: ignore[method-assign]
 
 
 def _insert_over_anything() -> None:
@@ -230,7 +214,7 @@ def _rows_lent_unseen() -> None:
 #: What takes a check away, and the scene in which requests then read what is not theirs.
 MUTATIONS: dict[str, tuple[Callable[[], None], str]] = {
     "no proof": (_no_proof, "window tail recycled"),
-    "full side not watched": (_full_side_not_watched, "full page recycled"),
+    "no proof of the full side": (_no_proof, "full page recycled unseen"),
     "insertions over what is not proved": (_insert_over_anything, "window tail recycled"),
     "rows lent unseen": (_rows_lent_unseen, "session row recycled"),
 }

@@ -366,7 +366,7 @@ class Lent:
             tokens = tokens.tolist()
         self.full_untruncated_fill_ids = self.fill_ids = tokens
         self.origin_input_ids = tokens
-        self.fill_len = self.extend_end = self._count
+        self.fill_len = self.extend_end = self.kv_allocated_len = self._count
         self.extend_range = SimpleNamespace(start=0, end=self._count)
         self.prefix_indices = row[:0]
         self.cache_protected_len = request.protected

@@ -601,6 +601,7 @@ def example(
         if mode is not None:
             guard = guard_of(drive.allocator)
             seen["guarded operations"] += guard.tally.operations
+            seen["not seen as the tree's"] += guard.windows_betrayed
             if guard.tally.total or reports:
                 raise Finding("guard", f"at the end: {guard.tally.violations}")
         return Result(drive.steps)
