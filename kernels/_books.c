@@ -172,7 +172,7 @@ typedef struct {
 /* The generation of a page that a free ended. */
 typedef struct {
     int side;
-    int32_t page, born, since;
+    int32_t page, born;
 } Ended;
 
 enum { FULL, WINDOW };
@@ -335,11 +335,8 @@ static void revive(Books *self, int32_t mark)
     while (self->ends) {
         const Ended *was = &self->ended[--self->ends];
         int32_t *born = &self->array[BORN_FULL + was->side].at[was->page];
-        if (*born != mark)
-            continue;
-        *born = was->born;
-        if (was->side == FULL)
-            self->array[SINCE].at[was->page] = was->since;
+        if (*born == mark)
+            *born = was->born;
     }
 }
 
@@ -619,15 +616,6 @@ static inline int may_end(const Books *self, const View *view, int64_t page)
     return self->in_tree || !is_held(view, page);
 }
 
-/* What a free ends; a tree that frees a page holds it no more. */
-static inline Ended end_of(const View *view, int side, int64_t page)
-{
-    int32_t *since = &view->since[side == FULL ? page : 0];
-    Ended end = {side, (int32_t)page, view->born[side][page], *since};
-    *since = 0;
-    return end;
-}
-
 /* End the generation of the pages that a free names on one side; 0 where one may not be freed. */
 static int end_pages(Books *self, int side, const Items *slots, const Items *mapping, int what,
                      int32_t serial, int64_t heads)
@@ -653,7 +641,7 @@ static int end_pages(Books *self, int side, const Items *slots, const Items *map
             break;
         if (!page)
             continue;
-        ended[ends++] = end_of(&view, side, page);
+        ended[ends++] = (Ended){side, (int32_t)page, born[page]};
         born[page] = mark;
         touch_pages(&now, page, page);
     }
@@ -762,7 +750,7 @@ static PyObject *came_alone(PyObject *object, PyObject *const *args, Py_ssize_t 
         if (page == 0 || page == outside || born[page] >= FREED ||
             (side == FULL && !may_end(self, &view, page)))
             break;
-        self->ended[self->ends++] = end_of(&view, side, page);
+        self->ended[self->ends++] = (Ended){side, (int32_t)page, born[page]};
         born[page] = FREED | serial;
         touch_pages(&now, page, page);
     }
@@ -817,7 +805,7 @@ static PyObject *betrayed(PyObject *object, PyObject *none)
 static inline int64_t live_page(const View *view, int64_t slot)
 {
     int64_t page = page_of(view, slot, view->outside[FULL]);
-    return page == view->outside[FULL] || view->born[FULL][page] >= FREED ? 0 : page;
+    return view->born[FULL][page] >= FREED ? 0 : page;
 }
 
 /* Whether the entry of a slot leads to a live window slot of its own. */
@@ -864,7 +852,7 @@ static int holds(const View *view, const Items *slots, const Items *mapping, int
             born = view->born[FULL][page];
             since = view->since[page];
             end = (page + 1) * view->size;
-            if (!page || born > since)
+            if (!page)
                 return 0;
         }
         if (slot >= rows)
@@ -875,6 +863,7 @@ static int holds(const View *view, const Items *slots, const Items *mapping, int
         /* As proves(), of a full page that is live. */
         int32_t stamp = view->stamp[slot];
         int32_t far = view->born[WINDOW][page_of(view, entry, view->outside[WINDOW])];
+        /* And the page is the one that was taken over: it is not younger than the stamp. */
         if ((stamp < far) | (stamp < born) | (stamp > since) | (view->owner[entry] != (int32_t)slot))
             return 0;
     }

@@ -47,6 +47,7 @@ class Pair:
 
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
+        self.in_tree = dice.random() < 0.5
         self.size = size = dice.choice(SIZES)
         self.slots = PAGES * size
         self.mapping = torch.zeros(self.slots + size + 1, dtype=torch.int64)
@@ -86,8 +87,14 @@ class Pair:
             for guard in (self.compiled, self.torch):
                 guard.map.stamp[rows] = serial
                 guard.map.owner[self.mapping[rows]] = rows.int()
+        for page in range(1, PAGES + 1):
+            since = dice.choice((0, 12, 12, dice.randint(1, 12)))
+            for guard in (self.compiled, self.torch):
+                guard.witness.since[page] = since
         for _ in range(dice.choice((0, 0, 1, 3))):
             self._spoil()
+        for guard in (self.compiled, self.torch):
+            guard._tree_works(self.in_tree)
 
     def _spoil(self) -> None:
         dice = self.dice
@@ -96,7 +103,7 @@ class Pair:
         what = dice.randrange(9)
         for guard in (self.compiled, self.torch):
             if what == 0:
-                guard.full.born[page] = value
+                guard.full.born[page] = max(1, value)  # no operation has the serial 0
             elif what == 1:
                 guard.window.born[page] = FREED | value
             elif what == 2:
@@ -141,7 +148,8 @@ class Pair:
     def state(self, guard: PoolGuard) -> list[Any]:
         kept = (guard.full.born, guard.window.born, guard.map.stamp, guard.map.owner)
         named = guard.full.named[1 : PAGES + 1]
-        return [tensor.tolist() for tensor in (*kept, named, self.mapping)]
+        held = guard.full.born <= guard.witness.since
+        return [tensor.tolist() for tensor in (*kept, named, held, self.mapping)]
 
 
 def raises(*checks: Callable[[], object]) -> bool:
@@ -157,7 +165,11 @@ def raises(*checks: Callable[[], object]) -> bool:
 def disagreement(seed: int) -> str | None:
     """What the two do not agree on in one random state, or None."""
     pair = Pair(random.Random(seed))
-    for check in (_extension, _peers_left, _release, _free, _free, _release, _allocation):
+    checks = (
+        _extension, _peers_left, _match, _adoption, _match, _release, _free, _free, _release,
+        _adoption, _allocation,
+    )  # fmt: skip
+    for check in checks:
         answers = check(pair)
         if answers is not None:
             return f"{check.__name__}, page size {pair.size}: {answers}"
@@ -166,6 +178,8 @@ def disagreement(seed: int) -> str | None:
 
 def _judged(pair: Pair, yes: bool, wrong: bool, before: list[Any]) -> Any:
     """What to say of an answer, by whether the torch code found something wrong."""
+    if not yes:  # what the torch code wrote before it raised
+        pair.torch.witness.since.copy_(pair.compiled.witness.since)
     if yes == wrong:
         return "compiled says yes" if yes else "compiled says no"
     return None if yes or pair.state(pair.compiled) == before else "a no has changed the books"
@@ -204,6 +218,7 @@ def _free(pair: Pair) -> Any:
         pair.mapping[-1] = -1
     named = pair.segment(pages)
     before = pair.state(pair.compiled)
+    torchs._windows_betrayed = betrayed = pair.books.betrayed()
     asked = what | (ALL_MAPPED if mapped else 0)
     yes = pair.books.freed(named, pair.mapping, asked, SERIAL)
     slots = named.long()
@@ -218,6 +233,8 @@ def _free(pair: Pair) -> Any:
     elif not what & PEERS_FOLLOW:
         checks.append(lambda: _peers_unmapped(pair, heads))
     found = _judged(pair, yes, raises(*checks), before)
+    if found is None and torchs._windows_betrayed != pair.books.betrayed() and yes:
+        return f"betrayed: {pair.books.betrayed()}, before {betrayed}"
     if found is None and yes:
         if what & FREES_FULL:
             torchs.full.queue(torchs.full.pages_of(heads), SERIAL)
@@ -227,6 +244,50 @@ def _free(pair: Pair) -> Any:
         if dice.random() < 0.3:
             _take_back(pair, before)
     return found if found is not None else _same(pair)
+
+
+def _row(pair: Pair) -> torch.Tensor:
+    """A row of a request, or the path of a match."""
+    pages = [page for page in pair.pages() if 0 < page <= PAGES]
+    rows = [page * pair.size + inside for page in pages for inside in range(pair.size)]
+    return pair.some(rows, wild=pair.dice.choice((0, 0, 0.03)))
+
+
+def _adoption(pair: Pair) -> Any:
+    dice, row = pair.dice, _row(pair)
+    start, end = sorted(dice.choice((0, len(row), dice.randint(0, len(row)))) for _ in range(2))
+    evicted = dice.choice((0, dice.randint(0, len(row))))
+    serial = dice.randint(5, 15)
+    before = pair.state(pair.compiled)
+    yes = pair.books.adopted(row, pair.mapping, start, end, evicted, serial)
+    pair.torch.serial, here = serial, pair.torch.serial
+    wrong = raises(lambda: pair.torch.adopt(row[:end].long(), start, evicted))
+    pair.torch.serial = here
+    found = _judged(pair, yes, wrong, before)
+    return found if found is not None or not yes else _same(pair)
+
+
+def _match(pair: Pair) -> Any:
+    """The tail of a path, in one piece or in parts; and pieces that are not enough."""
+    dice, row = pair.dice, _row(pair)
+    if not len(row):
+        return None
+    need = dice.choice((0, 1, len(row), dice.randint(0, len(row))))
+    before = pair.state(pair.compiled)
+    tail = row[len(row) - need :].long()
+    wrong = need > 0 and raises(lambda: pair.torch.prove_prefixes([tail], need))
+    if dice.random() < 0.5:
+        answer = pair.books.held(row, pair.mapping, need)
+    else:
+        cut = dice.randint(0, len(row))
+        parts = [row[cut:], row[:cut]]
+        answer = pair.books.held(parts, pair.mapping, need, len(row))
+        off = dice.choice((-1, 1))
+        if answer == 1 and pair.books.held(parts, pair.mapping, need, len(row) + off) != -1:
+            return "a path of another length"
+    if pair.books.held(row, pair.mapping, len(row) + 1) != -1:
+        return "more is held than there is"
+    return _judged(pair, answer == 1, wrong, before)
 
 
 def _take_back(pair: Pair, before: list[Any]) -> None:
@@ -240,6 +301,7 @@ def _take_back(pair: Pair, before: list[Any]) -> None:
         for page in ended:
             ledger.born[page] = mark & ~QUEUED if page in came else before[side][page]
     pair.books.take_back(SERIAL)
+    pair.torch.witness.since.copy_(pair.compiled.witness.since)
 
 
 class _NotOnceError(GuardViolation):
@@ -351,7 +413,7 @@ CHANGES = {
     "comes queued": ("born[page] < (FREED | QUEUED)", "born[page] < FREED"),
     "comes once": ("born[page] &= ~QUEUED;\n    }", "\n    }"),
     "queued again": (" |= QUEUED;\n    return", " |= 0;\n    return"),
-    "alone live": ("page == outside || born[page] >= FREED)", "page == outside)"),
+    "alone live": ("page == outside || born[page] >= FREED ||\n", "page == outside ||\n"),
     "alone revived": ("revive(self, FREED | serial);", ";"),
     "left behind": ("left |= entry > 0 && entry < view.owners && proves(&view, row, entry)",
                     "left |= entry > 0"),
@@ -371,6 +433,32 @@ CHANGES = {
               "((const int32_t *)items->at)[k]"),
     "strided": ("fits = is_true(PyObject_CallMethodNoArgs(tensor, name_is_contiguous));", ";"),
     "shift": ("view->shift >= 0 ? slot >> view->shift : slot / view->size", "slot >> view->shift"),
+}  # fmt: skip
+
+CHANGES |= {
+    "held by a tree": ("return self->in_tree || !is_held(view, page);", "return 1;"),
+    "freed by the tree": ("return self->in_tree || !is_held", "return !is_held"),
+    "windows betrayed": ("self->betrayed |= betrayed && right && !self->in_tree;", ""),
+    "windows of the tree's": ("betrayed && right && !self->in_tree;", "betrayed && right;"),
+    "adopts live": ("if (!live_page(&view, slot) || (k", "if ((k"),
+    "adopts dead": ("return view->born[FULL][page] >= FREED ? 0 : page;", "return page;"),
+    "adopts evicted": ("(k >= evicted && !has_window(&view, &mapping, slot))", "0"),
+    "adopts below": ("(k >= evicted && !has_window", "(!has_window"),
+    "adopts from": ("for (int64_t k = start; k < end; k++) {\n        int64_t slot",
+                    "for (int64_t k = 0; k < end; k++) {\n        int64_t slot"),
+    "vouched": ("= (int32_t)read.number[3];", "= 0;"),
+    "window proved": ("entry > 0 && entry < view->owners && proves(view, slot, entry);",
+                      "entry > 0 && entry < view->owners;"),
+    "page of a path": ("            if (!page)\n                return 0;\n", ""),
+    "each page": ("if (slot >= end || slot < end - view->size) {", "if (end < 0) {"),
+    "tail": ("for (int64_t k = slots->count - need; k", "for (int64_t k = 0; k"),
+    "window renewed since": (" | (stamp > since) |", " |"),
+    "window recycled": ("(stamp < far) | (stamp < born)", "(stamp < born)"),
+    "full recycled": ("(stamp < far) | (stamp < born)", "(stamp < far)"),
+    "window owner": (" | (view->owner[entry] != (int32_t)slot))", ")"),
+    "parts count": ("if (right == 1 && total)", "if (0)"),
+    "need goes down": ("need -= count < need ? count : need;", ""),
+    "fewer": ("return some && (right || !parts) ? -1 : right;", "return right;"),
 }  # fmt: skip
 
 SEEDS = range(1500)

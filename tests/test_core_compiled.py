@@ -73,9 +73,9 @@ def test_bad_arguments_are_refused() -> None:
         (books.came, ([1, 2], 0, True)),
         (books.touched, (0,)),
         (compiled._books.Books, (4, narrow.numpy())),
-        (compiled._books.Books, (0, *[narrow.numpy()] * 5)),
-        (compiled._books.Books, (4, *[floats.numpy()] * 5)),
-        (compiled._books.Books, (4, *[narrow.numpy()[::2]] * 5)),
+        (compiled._books.Books, (0, *[narrow.numpy()] * 6)),
+        (compiled._books.Books, (4, *[floats.numpy()] * 6)),
+        (compiled._books.Books, (4, *[narrow.numpy()[::2]] * 6)),
     ]
     for call, arguments in calls:
         with pytest.raises((TypeError, ValueError, AttributeError, BufferError)):

@@ -34,7 +34,7 @@ SOON = 400
 MUTANTS = {
     "proof skipped": "pseudo-hit",
     "stamps not compared": "pseudo-hit",
-    "full pages not compared": "pseudo-hit",
+    "full pages not compared": "not reported",
     "one token too few": "pseudo-hit",
     "insertions not checked": "not reported",
     "nothing vouched for": "lost hit",
@@ -42,8 +42,9 @@ MUTANTS = {
 }
 #: Releases whose trees never move window slots to full slots that they keep.
 NEVER_RENEW = ("0.5.12", "0.5.12.post1")
-#: Findings that are counted and not yet failures; see the machine's own names for them.
-TOLERATED: tuple[str, ...] = ()
+#: "robbed": up to 0.5.21 the match after an insertion may stop short of it (#27770), and pages of a
+#: running request are the tree's without a lock; and the entries of one may be re-pointed by hand.
+TOLERATED: tuple[str, ...] = ("robbed",)
 #: Seconds that one release may take.
 LIMIT = 400
 
