@@ -267,7 +267,7 @@ def _c13() -> Bench:
 
 
 def _wrong_read(bench: Bench, path: Slots, window: int) -> str | None:
-    """What the window layers would do next, read the last W - 1 tokens of a match; None if right."""
+    """What the window layers, which read the last W - 1 tokens next, get wrong; None if nothing."""
     read = bench.allocator.translate_loc_from_full_to_swa(path[max(0, len(path) - (window - 1)) :])
     if not bool((read <= 0).any()):
         return None

@@ -68,7 +68,7 @@ def attach(allocator: Any) -> None:
         window_slots=window.size,
         page_size=allocator.page_size,
         mapping=allocator.full_to_swa_index_mapping,
-        on_report=current.on_report,
+        on_report=current.listener(),
     )
     link = AllocatorLink(allocator, guard, hooks.as_patched(current.release))
     vars(allocator)[ATTRIBUTE] = link

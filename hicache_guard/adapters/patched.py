@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hicache_guard.core.errors import ConfigError
+from hicache_guard.core.matches import TraceOptions
 from hicache_guard.core.modes import Mode
 
 _Class = TypeVar("_Class", bound=type)
@@ -39,6 +40,9 @@ def guarded(release: str) -> Callable[[_Class], _Class]:
 def _mode() -> Mode:
     """What the environment says, read once."""
     try:
-        return Mode.from_environment()
+        mode = Mode.from_environment()
+        if mode is not Mode.OFF:
+            TraceOptions.from_environment()  # one that cannot be written is said now
+        return mode
     except ConfigError as error:
         raise SystemExit(f"hicache-guard: {error}") from None

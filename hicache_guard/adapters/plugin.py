@@ -23,6 +23,9 @@ def load() -> None:
         mode = Mode.from_environment()
         if mode is Mode.OFF:
             return
+        from hicache_guard.core.matches import TraceOptions
+
+        TraceOptions.from_environment()  # a trace that cannot be written is said now
         from hicache_guard.adapters.hooks import install, logger
 
         try:

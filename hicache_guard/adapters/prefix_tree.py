@@ -260,6 +260,7 @@ def _clipped(original: Method, tree: Any, params: Any, result: Any, book: TreeLi
     path = book.slots_of(result)
     proved = book.prove(path, request_of(params))
     length = claimed = length_of(result)
+    asked = params
     if proved.longest(length) == length:
         book.record.proved(params, length)
         return result
@@ -269,7 +270,7 @@ def _clipped(original: Method, tree: Any, params: Any, result: Any, book: TreeLi
         params = dataclasses.replace(params, key=params.key[:usable])
         result = original(tree, params)
         length = length_of(result)
-    book.record.clipped(params, claimed, proved, length)
+    book.record.clipped(asked, claimed, proved, length)
     return result
 
 

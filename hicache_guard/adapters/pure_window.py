@@ -30,7 +30,7 @@ def __init__(original: Callable[..., Any], allocator: Any, *args: Any, **kwargs:
         window_slots=pool.size,
         page_size=allocator.page_size,
         mapping=allocator.full_to_swa_index_mapping,
-        on_report=current.on_report,
+        on_report=current.listener(),
     )
     link = AllocatorLink(allocator, guard, current.release)
     link.pools.append(PoolLink(link, pool, guard.window))

@@ -82,7 +82,7 @@ def _match_prefix(original: Method) -> Method:
         if path is None:
             path = tree.path_device_indices(result.last_device_node)[:length]
         proved = book.judged("match_prefix", request_of(params), lambda: book.pool.prove(path))
-        claimed = length
+        claimed, asked = length, params
         if proved.longest(length) == length:
             book.record.proved(params, length)
             return result
@@ -90,7 +90,7 @@ def _match_prefix(original: Method) -> Method:
             params = dataclasses.replace(params, key=params.key[:usable])
             result = original(tree, params)
             length = length_of(result)
-        book.record.clipped(params, claimed, proved, length)
+        book.record.clipped(asked, claimed, proved, length)
         return result
 
     return hooked

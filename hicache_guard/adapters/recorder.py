@@ -40,10 +40,11 @@ class Recorder:
     def clipped(self, params: Any, length: int, proved: Proved, used: int) -> None:
         """Of ``length`` tokens that the release matched only ``used`` are taken from the cache."""
         groups = proved.by_group
-        clip = "full-not-resident" if groups["full"] < length else "window-unproved"
+        lost_full = groups.get("full", length) < length
+        clip = "full-not-resident" if lost_full else "window-unproved"
         used = length if self.guard.mode is Mode.OBSERVE else used
-        both = {"full": length, "window": length}
-        record = self._record(params, len(params.key), both, groups, used, clip)
+        matched = dict.fromkeys(groups, length)
+        record = self._record(params, len(params.key), matched, groups, used, clip)
         self.tally.clipped(record)
         if self.trace is not None:
             self.trace.match(record)

@@ -9,8 +9,9 @@ from typing import Literal, NoReturn
 
 from hicache_guard.adapters.releases import Release
 from hicache_guard.core.errors import UnguardedError
+from hicache_guard.core.matches import process_trace
 from hicache_guard.core.modes import Mode
-from hicache_guard.core.report import Violation
+from hicache_guard.core.report import Report, Violation
 from hicache_guard.core.tally import Tally
 
 logger = logging.getLogger("hicache_guard")
@@ -32,6 +33,22 @@ class Settings:
     @property
     def page_pools(self) -> frozenset[str]:
         return frozenset(seam.cls for seam in self.release.seams if seam.handlers == "page_pool")
+
+    def listener(self) -> Report | None:
+        """Who hears of violations: whoever ``install`` was told, and the trace where there is one.
+
+        Raises ConfigError where the environment asks for a trace that cannot be written.
+        """
+        trace = process_trace()
+        if trace is None or self.on_report is None:
+            return self.on_report if trace is None else trace.violation
+        told = self.on_report
+
+        def both(violation: Violation) -> None:
+            trace.violation(violation)
+            told(violation)
+
+        return both
 
     def log_unguarded(self, message: str) -> None:
         logger.error("%s; it runs without a guard", message)

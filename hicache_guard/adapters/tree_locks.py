@@ -100,7 +100,7 @@ def locks_of(tree: Any) -> TreeLocks | None:
     if ledger is None:
         link = link_of(tree.token_to_kv_pool_allocator)
         if link is not None:
-            listener = state.settings().on_report if state.is_chosen() else None
+            listener = state.settings().listener() if state.is_chosen() else None
             ledger = tree.__dict__[ATTRIBUTE] = TreeLocks(link.guard, listener)
     return ledger
 

@@ -32,9 +32,10 @@ class Unproved:
     def __bool__(self) -> bool:
         if not self._said:
             self._said = True
-            # Whoever asks is a method of the tree.
-            asking = sys._getframe(1).f_locals.get("self")
-            name = "a prefix tree" if asking is None else type(asking).__name__
+            # Whoever asks is a method of the tree, or has it at hand.
+            at_hand = sys._getframe(1).f_locals.values()
+            trees = [it for it in at_hand if getattr(it, "__dict__", {}).get("disable") is self]
+            name = type(trees[0]).__name__ if trees else "a prefix tree"
             if self._off:
                 what = f"prefix reuse is off; {SWITCH}=allow turns it on, unproved"
             else:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hicache_guard.adapters import prefix_tree
+from hicache_guard.adapters import tree_link
 from hicache_guard.adapters.allocator import guard_of
 from hicache_guard.adapters.hooks import install
 from hicache_guard.repro import host_tier, pools, scheduling
@@ -282,7 +282,7 @@ def tell(story: Story) -> str:
 
 def said_by_guard(story: Story) -> dict[str, Any]:
     """What the guard counted in a story, and of how many load-backs it approved."""
-    counted = vars(story.server.tree)[prefix_tree.ATTRIBUTE].record.tally
+    counted = vars(story.server.tree)[tree_link.ATTRIBUTE].record.tally
     faults = guard_of(story.server.allocator).tally.violations
     return {
         "faults": [fault.value for fault in faults],

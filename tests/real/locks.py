@@ -54,7 +54,7 @@ def hook(version: str) -> None:
     for (module, name), methods in seams(version).items():
         cls = getattr(__import__(module, fromlist=[name]), name)
         for method in methods:
-            if not hooks._is_hooked(cls, method):
+            if not hooks.is_hooked(cls, method):
                 hooks._wrap(cls, method, tree_locks)
         if not hasattr(cls.reset, "tells_ledger"):
             _tell_of_flushes(cls)

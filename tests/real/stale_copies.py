@@ -88,8 +88,9 @@ def play(
     reports: list[Violation] = []
     if mode is not None:
         install("enforce" if mode == "no prints" else mode, on_report=reports.append)
-    host_copies._wrong_pages = _all_right if mode == "no prints" else _WRONG_PAGES
-    host_copies.HostTier.loaded = _all_loaded if mode == "no prints" else _LOADED
+    asked = mode != "no prints"
+    setattr(host_copies, "_wrong_pages", _WRONG_PAGES if asked else _all_right)  # noqa: B010
+    setattr(host_copies.HostTier, "loaded", _LOADED if asked else _all_loaded)  # noqa: B010
     story = Story(release, tree, page, "write_through")
     found: dict[str, Any] = {}
     try:
