@@ -22,7 +22,7 @@ TITLES: dict[str, str] = {
     "C14": "pseudo-hit, legacy tree",
     "C14b": "pseudo-hit, unified tree",
     "C14c": "pseudo-hit, unified tree, rust core",
-    "C15": "row without window KV inserted as live, evicted",
+    "C15": "row without window KV inserted as live, matched, evicted",
     "C15b": "the same, rust core",
     "S3": "decode keeps a full page when there is no window page",
     "S2": "queued window free follows an entry re-pointed since (#36081)",
