@@ -830,8 +830,10 @@ static PyObject *adopted(PyObject *object, PyObject *const *args, Py_ssize_t giv
         return answer(&read, 0);
     const View view = view_of(self);
     for (int64_t k = start; k < end; k++) {
-        int64_t slot = item(&slots, k);
-        if (!live_page(&view, slot) || (k >= evicted && !has_window(&view, &mapping, slot)))
+        int64_t slot = item(&slots, k), page = live_page(&view, slot);
+        if (!page || is_held(&view, page))
+            return answer(&read, 0);
+        if (k >= evicted && !has_window(&view, &mapping, slot))
             return answer(&read, 0);
     }
     for (int64_t k = start; k < end; k++)

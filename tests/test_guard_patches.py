@@ -85,6 +85,7 @@ def test_every_release_has_one_guard_patch_with_all_its_seams() -> None:
             f"class {seam.cls}" for seam in release.seams
         }
         hooked = {f"{seam.cls}.{name}" for seam in release.seams for name in seam.methods}
+        hooked -= releases.MADE
         anchors = {name for name in patch.anchors if not name.startswith("class ")}
         assert {name.split(".")[1] for name in hooked - anchors} <= releases.STAND_INS
         assert anchors <= table.releases()[version].keys()

@@ -70,24 +70,36 @@ HOME = {
 #: What the patches change.
 FILES = {
     "0.5.12": {
+        "srt/session/streaming_session.py",
+    }
+    | {
         f"srt/mem_cache/{name}.py"
         for name in (
             "allocator",
+            "cache_init_params",
             "deepseek_v4_memory_pool",
             "swa_memory_pool",
             "swa_radix_cache",
             "unified_cache_components/swa_component",
+            "unified_radix_cache",
         )
     },
     "0.5.23": {
+        "srt/session/streaming_session.py",
+    }
+    | {
         f"srt/mem_cache/{name}.py"
         for name in (
             "allocator/base",
             "allocator/paged",
             "allocator/swa",
             "allocator/token",
+            "cache_init_params",
             "deepseek_v4_memory_pool",
+            "pure_swa_radix_cache",
+            "radix_cache",
             "swa_memory_pool",
+            "unified_radix_cache",
         )
     },
 }

@@ -32,6 +32,14 @@ BREAKS = (
 )  # fmt: skip
 #: Seconds that one release may take.
 LIMIT = 300
+#: CI has time for the oldest and the newest.
+ON_EACH = pytest.mark.parametrize(
+    "version",
+    [
+        pytest.param(version, marks=() if version in ("0.5.12", "0.5.23") else pytest.mark.slow)
+        for version in TREES
+    ],
+)
 
 
 @functools.cache
@@ -48,7 +56,7 @@ def rows_of(version: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("version", TREES)
+@ON_EACH
 @pytest.mark.parametrize("policy", POLICIES)
 def test_bytes_come_back(version: str, policy: str) -> None:
     rows = [row for row in rows_of(version) if "seen" in row and row["policy"] == policy]
@@ -64,7 +72,7 @@ def test_bytes_come_back(version: str, policy: str) -> None:
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("version", TREES)
+@ON_EACH
 def test_one_wrong_thing_is_noticed(version: str) -> None:
     rows = [row for row in rows_of(version) if "broken" in row]
     assert {(row["tree"], row["page_size"], row["policy"], row["broken"]) for row in rows} == {

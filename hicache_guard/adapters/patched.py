@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hicache_guard.core.errors import ConfigError
-from hicache_guard.core.matches import TraceOptions
 from hicache_guard.core.modes import Mode
 
 _Class = TypeVar("_Class", bound=type)
@@ -42,6 +41,8 @@ def _mode() -> Mode:
     try:
         mode = Mode.from_environment()
         if mode is not Mode.OFF:
+            from hicache_guard.core.matches import TraceOptions
+
             TraceOptions.from_environment()  # one that cannot be written is said now
         return mode
     except ConfigError as error:

@@ -120,7 +120,7 @@ def insert(original: Method, tree: Any, params: Any) -> Any:
     with book.guard.tree_working():
         found = book.adopt(params.value[:end], start, evicted)
         if found.end < end:
-            _refuse(book, length, found.end, "tokens without KV")
+            _refuse(book, length, found.end, "tokens without KV, or cached already")
         if book.tier is not None:
             book.tier.inserted(key, params.value[: found.end], start)
         if found.end < length:
@@ -144,7 +144,8 @@ def _stop_short(tree: Any, params: Any, key: Any, end: int, length: int, book: T
     # Nobody else knows of what the tree does not take over. After a dead slot, or where the request
     # has none, a row says nothing about who owns what: better lost than freed under its owner.
     dead = book.guard.full.generations(book.guard.full.pages_of(rest)) >= FREED
-    owned = dead.to(torch.uint8).cumsum(0) == 0
+    lost = dead | book.guard.witness.resident(rest)
+    owned = lost.to(torch.uint8).cumsum(0) == 0
     if book.allocated is None or book.allocated >= length:
         tree.token_to_kv_pool_allocator.free(rest[owned])
 
@@ -260,14 +261,16 @@ def _clipped(original: Method, tree: Any, params: Any, result: Any, book: TreeLi
     path = book.slots_of(result)
     proved = book.prove(path, request_of(params))
     length = claimed = length_of(result)
-    asked = params
+    key, asked = params.key, params
+    # A bigram spans two tokens; not every core marks the key as one of bigrams.
+    more = int(_eagle(tree, book) and not getattr(key, "is_bigram", False))
     if proved.longest(length) == length:
         book.record.proved(params, length)
         return result
     while book.clips and (usable := proved.longest(length)) < length:
         if book.inserting == "running" and usable < book.protected:
             return result  # no hit: a request is pointed at what it reads already
-        params = dataclasses.replace(params, key=params.key[:usable])
+        params = dataclasses.replace(params, key=key[: usable + more if usable else 0])
         result = original(tree, params)
         length = length_of(result)
     book.record.clipped(asked, claimed, proved, length)

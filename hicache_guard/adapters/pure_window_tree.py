@@ -87,7 +87,8 @@ def _match_prefix(original: Method) -> Method:
             book.record.proved(params, length)
             return result
         while book.guard.mode is not Mode.OBSERVE and (usable := proved.longest(length)) < length:
-            params = dataclasses.replace(params, key=params.key[:usable])
+            key, _ = params.key.maybe_to_bigram_view(tree.is_eagle)
+            params = dataclasses.replace(params, key=key[:usable])
             result = original(tree, params)
             length = length_of(result)
         book.record.clipped(asked, claimed, proved, length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from typing import NoReturn
 
@@ -48,6 +49,10 @@ def run() -> None:
         _say_interrupted()
     except GuardError as error:
         _complain(str(error))
+    except OSError as error:
+        # Nobody reads, or there is no room for it; what is left must not be tried at exit again.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        _complain(f"cannot go on: {error.strerror or error}")
     except Exception as error:
         # typer brings its own copy of click, so a usage error is known by what it can do
         if not hasattr(error, "format_message"):

@@ -36,6 +36,7 @@ class Fault(enum.Enum):
     STALE_HOST_COPY = "stale-host-copy"
     DEAD_TOKENS_CACHED = "dead-tokens-cached"
     EVICTED_TOKENS_CACHED = "evicted-tokens-cached"
+    CACHED_TWICE = "cached-twice"
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,9 @@ FACTS: dict[Fault, FaultFacts] = {
     ),
     Fault.DEAD_TOKENS_CACHED: FaultFacts(
         "tokens are cached whose KV was never computed, or is free", (), (24252,)
+    ),
+    Fault.CACHED_TWICE: FaultFacts(
+        "a page that a prefix tree holds already is cached again", (), (27770,)
     ),
     Fault.EVICTED_TOKENS_CACHED: FaultFacts(
         "tokens are cached as live whose window KV is gone",

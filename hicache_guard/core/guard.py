@@ -1003,22 +1003,26 @@ class PoolGuard:
         """A request is about to give ``slots[start:]`` (int64, a row) to a prefix tree.
 
         Those at ``evicted`` and beyond are said to have their window side. Tokens whose KV was
-        never computed, or is gone, must not be cached as live. Returns (enforce, where known now)
-        what may be taken over; the tree vouches for what is live of it from now on.
+        never computed, or is gone, must not be cached as live, and no page for two prefixes.
+        Returns (enforce, where known now) what may be taken over; the tree vouches for what is
+        live of it from now on.
         """
         end = slots.shape[0]
         given = slots[start:]
         pages = self.full.pages_of(given)
         born = self.full.generations(pages)
         dead = (born >= FREED) | (pages == 0)
+        again = self.witness.resident(given)
+        no = dead | again
         entries = self._entries(given)
         place = torch.arange(start, end, device=given.device)
-        gone = (place >= evicted) & ~self._has_window(given, entries) & ~dead
+        gone = (place >= evicted) & ~self._has_window(given, entries) & ~no
         verdict = Verdict(
-            dead | gone,
+            no | gone,
             given,
             [
                 Suspicion(Fault.DEAD_TOKENS_CACHED, lambda: dead),
+                Suspicion(Fault.CACHED_TWICE, lambda: again),
                 Suspicion(Fault.EVICTED_TOKENS_CACHED, lambda: gone),
             ],
             found=born,
@@ -1027,7 +1031,7 @@ class PoolGuard:
         count = self.judge(verdict, self.full)
         found = Adopted(end, evicted)
         if self.mode is Mode.ENFORCE and count:
-            found = self._adoptable(dead, gone, start, evicted)
+            found = self._adoptable(no, gone, start, evicted)
         # What could not be looked at yet is vouched for all the same where it is live: a match
         # reads what the pools say then, and not what was said here.
         self.witness.vouch(torch.where(dead, 0, given)[: max(0, found.end - start)], self.serial)
@@ -1040,13 +1044,11 @@ class PoolGuard:
         suspicion = Suspicion(Fault.DEAD_TOKENS_CACHED, lambda: bad)
         self.judge(Verdict(bad, row, [suspicion]), self.full)
 
-    def _adoptable(
-        self, dead: torch.Tensor, gone: torch.Tensor, start: int, evicted: int
-    ) -> Adopted:
-        """What may be taken over of a row with ``dead`` full slots and ``gone`` window slots."""
-        size, end = self.page_size, start + dead.shape[0]
-        if bool(dead.any()):
-            end = (start + int(dead.to(torch.uint8).argmax())) // size * size
+    def _adoptable(self, no: torch.Tensor, gone: torch.Tensor, start: int, evicted: int) -> Adopted:
+        """What may be taken over of a row with ``no`` full slots and ``gone`` window slots."""
+        size, end = self.page_size, start + no.shape[0]
+        if bool(no.any()):
+            end = (start + int(no.to(torch.uint8).argmax())) // size * size
         gone = gone[: max(0, end - start)]
         if bool(gone.any()):
             last = start + int(gone.nonzero()[-1])
