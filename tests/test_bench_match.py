@@ -17,6 +17,9 @@ import pytest
 from hicache_guard import checkouts
 from hicache_guard.cli import bench
 
+#: Some three minutes that CI has not.
+pytestmark = pytest.mark.slow
+
 #: Trees that a release has.
 TREES = {"0.5.12": {"legacy", "unified"}, "0.5.23": {"unified", "unified-rust"}}
 #: Seconds that one run may take.

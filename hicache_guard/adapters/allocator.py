@@ -454,8 +454,7 @@ def _free_window(original: Method, name: str, *, segment: bool) -> Method:
             rows = free_index.to(torch.int64, copy=True)
             known = rows.clamp(0, guard.map.mapping.numel() - 2)
             link.queued.append((rows, guard.map.mapping.index_select(0, known)))
-            if guard.device.type == "cpu":
-                guard.see_windows_betrayed(rows)
+            guard.see_windows_betrayed(rows)
             original(allocator, free_index, **where)
             return
         if link.ending and link.queued:

@@ -30,7 +30,7 @@ from hicache_guard.core.proof import Adopted, Proved
 from hicache_guard.core.report import Report, Violation, describe_operation, generation_text, tell
 from hicache_guard.core.tally import Tally
 from hicache_guard.core.undo import UndoLog, UndoLogs
-from hicache_guard.core.verdict import Finding, Suspicion, Verdict, Vetted
+from hicache_guard.core.verdict import Finding, HostCopy, Suspicion, Verdict, Vetted
 from hicache_guard.core.windowmap import WindowMap
 from hicache_guard.core.witness import Witness
 
@@ -88,6 +88,7 @@ class PoolGuard:
         #: only its window, and what an insertion runs over is looked at.
         self.trees_suspect = False
         self._windows_betrayed = False
+        self._betrayals: list[HostCopy] = []
         self.trees_working = False
         #: A load-back runs: what it writes to the mapping is proved when it is done.
         self.trees_loading = False
@@ -1121,18 +1122,22 @@ class PoolGuard:
 
     @property
     def windows_betrayed(self) -> bool:
-        """Whether somebody but the trees may have freed the window side of what a tree holds."""
+        """Whether others than the trees freed the window side of what a tree holds. Never waits."""
+        arrived = [answer for answer in self._betrayals if answer.arrived()]
+        if any(answer.values()[0] for answer in arrived):
+            self._windows_betrayed = True
+        if arrived:
+            self._betrayals = [answer for answer in self._betrayals if answer not in arrived]
         return self._windows_betrayed or (self.compiled is not None and self.compiled.betrayed())
 
     def see_windows_betrayed(self, slots: torch.Tensor) -> None:
-        """The window side of full ``slots`` (int64) is let go, or given to others.
-
-        Reads the device; one in observe mode is not looked at, for nothing follows from it there.
-        """
+        """The window side of full ``slots`` (int64) is let go, or given to others."""
         if self.trees_working or self._windows_betrayed:
             return
-        if self.mode is not Mode.OBSERVE or self.device.type == "cpu":
-            self._windows_betrayed = bool(self.witness.resident(slots).any())
+        self._betrayals.append(HostCopy(self.witness.resident(slots).any().reshape(1)))
+        if len(self._betrayals) > MAX_VERDICTS_UNDER_WAY:
+            self._betrayals[0].wait()
+            self._windows_betrayed = self.windows_betrayed
 
     def check_overlap(self, slots: torch.Tensor, windowed: torch.Tensor) -> int:
         """How many leading ``slots`` (int64) a tree holds still as it took them over.
@@ -1260,6 +1265,7 @@ class PoolGuard:
         self.witness.reset()
         self._compile()
         self.mapping_suspect = self.trees_suspect = self._windows_betrayed = False
+        self._betrayals = []
 
     def resync(self, ledger: PageLedger, free_pages: torch.Tensor) -> None:
         """A free list was replaced behind the seams: take its word for what is free.
