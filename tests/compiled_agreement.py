@@ -218,7 +218,7 @@ def _free(pair: Pair) -> Any:
         pair.mapping[-1] = -1
     named = pair.segment(pages)
     before = pair.state(pair.compiled)
-    torchs._windows_betrayed = betrayed = pair.books.betrayed()
+    torchs._betrayals, torchs._windows_betrayed = [], (betrayed := pair.books.betrayed())
     asked = what | (ALL_MAPPED if mapped else 0)
     yes = pair.books.freed(named, pair.mapping, asked, SERIAL)
     slots = named.long()
@@ -233,7 +233,7 @@ def _free(pair: Pair) -> Any:
     elif not what & PEERS_FOLLOW:
         checks.append(lambda: _peers_unmapped(pair, heads))
     found = _judged(pair, yes, raises(*checks), before)
-    if found is None and torchs._windows_betrayed != pair.books.betrayed() and yes:
+    if found is None and torchs.windows_betrayed != pair.books.betrayed() and yes:
         return f"betrayed: {pair.books.betrayed()}, before {betrayed}"
     if found is None and yes:
         if what & FREES_FULL:
