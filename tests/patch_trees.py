@@ -7,17 +7,14 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
+from programs import fetched
 
-from hicache_guard import checkouts
 from hicache_guard.patches import table
 
 
 def small_tree(version: str, place: Path, package: str = "sglang") -> Path:
     """A copy of a release with only the files in question; skips where it is not fetched."""
-    if not checkouts.is_fetched(version):
-        pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    source = checkouts.require(version) / "sglang"
+    source = fetched(version) / "sglang"
     (place / package / "srt").mkdir(parents=True)
     for module in ("sglang.version", "sglang._version", *table.MODULES):
         name = "/".join(module.split(".")[1:]) + ".py"

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import fetched
 
 from hicache_guard import checkouts
 from hicache_guard.patches import catalogue, layout, plan, table, upstream, work
@@ -39,12 +40,6 @@ def _of(version: str) -> list[Patch]:
     return [patch for patch in BACKPORTS if version in patch.affects]
 
 
-def _fetched(version: str) -> Path:
-    if not checkouts.is_fetched(version):
-        pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    return checkouts.require(version)
-
-
 def _run(tree: Path, script: str, *arguments: str) -> list[Any]:
     """The JSON lines that one of our scripts prints on a tree."""
     environment = checkouts.environment(tree)
@@ -65,7 +60,7 @@ def _outcomes(tree: Path, *cases: str) -> dict[str, str]:
 
 @functools.cache
 def _unpatched(version: str) -> dict[str, str]:
-    return _outcomes(_fetched(version))
+    return _outcomes(fetched(version))
 
 
 @pytest.fixture(scope="module", params=table.releases())
@@ -80,7 +75,7 @@ def patched(
 
 
 def _copy(version: str, place: Path, *names: str) -> Path:
-    subprocess.run(["cp", "-r", f"{_fetched(version)}/", str(place)], check=True)
+    subprocess.run(["cp", "-r", f"{fetched(version)}/", str(place)], check=True)
     wanted = names or tuple(patch.name for patch in _of(version))
     with work.opened(place) as (tree, _):
         work.apply(tree, plan.choose(tree, wanted, [], force_unknown=False))

@@ -6,31 +6,16 @@ Seen to fail: on 0.5.20 to 0.5.23 before what a group had released already stopp
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from programs import rows_of
 
 from hicache_guard import checkouts
-
-SCRIPT = Path(__file__).with_name("group_faults.py")
 
 
 @pytest.mark.sglang
 @pytest.mark.parametrize("version", checkouts.SUPPORTED)
 def test_faults_around_a_group_are_contained(version: str) -> None:
-    if not checkouts.is_fetched(version):
-        pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    done = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT)],
-        env=checkouts.environment(checkouts.require(version)),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    rows = rows_of(version, "group_faults.py", opening="[", limit=None)
     assert len(rows) == 6 * 2 * 3 * 2
     for name, page_size, mode, compiled, counted, found, raised in rows:
         where = (name, page_size, mode, compiled, found)

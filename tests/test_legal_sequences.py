@@ -7,31 +7,16 @@ not settle before a queued free is judged (groups), do not widen int32 (every ro
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+from programs import rows_of
 
 from hicache_guard import checkouts
-
-SCRIPT = Path(__file__).with_name("legal_sequences.py")
 
 
 @pytest.mark.sglang
 @pytest.mark.parametrize("version", checkouts.SUPPORTED)
 def test_legal_sequences_raise_no_alarm(version: str) -> None:
-    if not checkouts.is_fetched(version):
-        pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    done = subprocess.run(
-        [sys.executable, "-P", str(SCRIPT)],
-        env=checkouts.environment(checkouts.require(version)),
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    rows = rows_of(version, "legal_sequences.py", opening="[", limit=None)
     assert len(rows) == 11 * 2 * 3 * 2
     for name, page_size, mode, compiled, faults, counted, same, pinned in rows:
         assert (faults, counted, same) == ([], {}, True), (name, page_size, mode, compiled)

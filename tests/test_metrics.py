@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import output_of
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from prometheus_client.parser import text_string_to_metric_families
 
-from hicache_guard import checkouts
 from hicache_guard.adapters import metrics
 from hicache_guard.adapters.metrics import METRICS, Publisher, full_name, labels_of, publisher_for
 from hicache_guard.core.faults import Fault
@@ -279,19 +279,8 @@ def test_ranks_are_those_of_the_process_title(
 def test_sglang_serves_our_counters(version: str) -> None:
     """Real trees in two schedulers, SGLang's own directory and route. 13 to 17 s a release here,
     nearly all of it imports."""
-    if not checkouts.is_fetched(version):
-        pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    environment = checkouts.environment(checkouts.require(version))
-    environment["PYTHONPATH"] += f":{HERE}"
-    done = subprocess.run(
-        [sys.executable, "-P", str(HERE / "real" / "metrics.py")],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    text = done.stdout[done.stdout.index("# HELP") :]
+    printed = output_of(version, "real/metrics.py")
+    text = printed[printed.index("# HELP") :]
     assert set(_samples(text)) == {full_name(name) for name in METRICS}
     for rank in ("0", "1"):
         labels = {"dp_rank": rank, "pp_rank": "0", "tp_rank": "3"}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import fetched
 
 from hicache_guard import checkouts
 from hicache_guard.repro import trees
@@ -26,9 +27,7 @@ print(sorted(states))
 
 
 def _load(version: str, mode: str, code: str = LOAD) -> subprocess.CompletedProcess[str]:
-    if not checkouts.is_fetched(version):
-        pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    environment = checkouts.environment(checkouts.require(version))
+    environment = checkouts.environment(fetched(version))
     return subprocess.run(
         [sys.executable, "-P", "-c", code],
         env={**environment, "HICACHE_GUARD": mode},
@@ -96,15 +95,9 @@ def _spawned(tree: Path, mode: str, **more: str) -> subprocess.CompletedProcess[
     )
 
 
-def _tree(version: str) -> Path:
-    if not checkouts.is_fetched(version):
-        pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    return checkouts.require(version)
-
-
 def _without_free_swa(place: Path) -> Path:
     """0.5.23 by links, but for one file, in which a method that must be hooked has moved."""
-    subprocess.run(["cp", "-rs", str(_tree("0.5.23").resolve()), str(place)], check=True)
+    subprocess.run(["cp", "-rs", str(fetched("0.5.23").resolve()), str(place)], check=True)
     file = place / "sglang/srt/mem_cache/allocator/swa.py"
     text = file.read_text()
     file.unlink()
@@ -115,7 +108,7 @@ def _without_free_swa(place: Path) -> Path:
 @pytest.mark.sglang
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
 def test_spawned_process_is_guarded_by_the_plugin(version: str) -> None:
-    done = _spawned(_tree(version), "strict")
+    done = _spawned(fetched(version), "strict")
     assert done.stdout.splitlines()[-4:] == [
         "plugins loaded", "guarded", "GuardViolation double-free", "exit code 0",
     ], done.stderr[-2000:]  # fmt: skip
@@ -139,7 +132,7 @@ def test_spawned_process_with_a_missing_hook_does_not_start(tmp_path: Path) -> N
 def test_unknown_release_goes_on_in_observe_only(mode: str, tmp_path: Path) -> None:
     """Observe never stops a server. Mutation seen: refusing whatever the mode fails this."""
     place = tmp_path / "tree"
-    subprocess.run(["cp", "-rs", str(_tree("0.5.23").resolve()), str(place)], check=True)
+    subprocess.run(["cp", "-rs", str(fetched("0.5.23").resolve()), str(place)], check=True)
     file = place / "sglang/_version.py"
     text = file.read_text()
     file.unlink()
@@ -201,7 +194,7 @@ def _ways(report: dict[str, Any]) -> set[tuple[str, str | None]]:
 
 @pytest.mark.sglang
 def test_doctor_says_how_each_hook_came_in(tmp_path: Path) -> None:
-    _tree("0.5.23")
+    fetched("0.5.23")
     status, report = _doctor("--release", "0.5.23")
     assert status == 0
     assert _ways(report) == {("applied", "plugin"), ("not needed", None)}
@@ -231,7 +224,7 @@ def test_doctor_says_how_each_hook_came_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layout", ["wheel", "checkout"])
 def test_doctor_lists_the_hooks_of_a_patched_tree_that_lacks_one(layout: str, plugins: str) -> None:
     """A checkout's decorations are seen before its plugins. Mutation seen: no second run."""
-    _tree("0.5.23")
+    fetched("0.5.23")
     with trees.tree("0.5.23", "patch") as patched:
         if layout == "checkout":
             (patched / "sglang/_version.py").unlink()

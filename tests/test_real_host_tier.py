@@ -6,18 +6,11 @@ The story is ``real/host_tier.py``, unguarded, on a CPU; with a release on the p
 
 from __future__ import annotations
 
-import functools
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
-from hicache_guard import checkouts
-
-HERE = Path(__file__).parent
 TREES = {
     "0.5.12": ("unified",),
     "0.5.15": ("unified",),
@@ -30,8 +23,6 @@ BREAKS = (
     "host byte, full", "host byte, window", "load shifted by a page", "load forgotten",
     "mapping turned",
 )  # fmt: skip
-#: Seconds that one release may take.
-LIMIT = 300
 #: CI has time for the oldest and the newest.
 ON_EACH = pytest.mark.parametrize(
     "version",
@@ -42,17 +33,12 @@ ON_EACH = pytest.mark.parametrize(
 )
 
 
-@functools.cache
 def rows_of(version: str) -> list[dict[str, Any]]:
     """What all stories and their mutations print on one release, in one process."""
-    if not checkouts.is_fetched(version):
-        pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    environment = checkouts.environment(checkouts.require(version))
-    environment["PYTHONPATH"] += f":{HERE}"
-    command = [sys.executable, "-P", str(HERE / "real" / "host_tier.py"), "--break"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode in (0, 1), done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows: list[dict[str, Any]] = programs.rows_of(
+        version, "real/host_tier.py", "--break", statuses=(0, 1)
+    )
+    return rows
 
 
 @pytest.mark.sglang

@@ -5,18 +5,11 @@ The scenes are ``real/locks.py``, and what drives the trees legally is ``real/tr
 
 from __future__ import annotations
 
-import functools
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
-from hicache_guard import checkouts
-
-HERE = Path(__file__).parent
 MODES = ("observe", "enforce", "strict")
 #: Releases at each change of the code that locks, and their trees.
 TREES: dict[str, tuple[str, ...]] = {
@@ -46,22 +39,14 @@ SAYS = {
     "held": "the lock is still held",
     "before flush": "the lock was released before",
 }
-#: Seconds that one release may take.
-LIMIT = 300
 
 
-@functools.cache
 def rows_of(version: str) -> list[dict[str, Any]]:
     """What the scenes and drives print on one release, in one process."""
-    if not checkouts.is_fetched(version):
-        pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    environment = checkouts.environment(checkouts.require(version))
-    environment["PYTHONPATH"] += f":{HERE}"
-    command = [sys.executable, "-P", str(HERE / "real" / "locks.py")]
-    command += ["--examples", "1", "--steps", "60", "--page-size", "1", "4"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows: list[dict[str, Any]] = programs.rows_of(
+        version, "real/locks.py", "--examples", "1", "--steps", "60", "--page-size", "1", "4"
+    )
+    return rows
 
 
 def faults_on(version: str, mode: str) -> list[dict[str, Any]]:

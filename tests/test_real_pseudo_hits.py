@@ -7,38 +7,24 @@ by one, and each is seen to end in a read of foreign KV.
 
 from __future__ import annotations
 
-import functools
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
 from hicache_guard import checkouts
 
-HERE = Path(__file__).parent
 SCENES = (
     "window tail recycled", "window middle recycled", "full page recycled",
     "full page recycled unseen", "session row recycled",
 )  # fmt: skip
 HARMLESS = "window middle recycled"
-#: Seconds that one release may take.
-LIMIT = 300
 
 
-@functools.cache
 def rows_of(version: str) -> list[dict[str, Any]]:
     """What all scenes and mutations print on one release, in one process."""
-    if not checkouts.is_fetched(version):
-        pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    environment = checkouts.environment(checkouts.require(version))
-    environment["PYTHONPATH"] += f":{HERE}"
-    command = [sys.executable, "-P", str(HERE / "real" / "pseudo_hits.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows: list[dict[str, Any]] = programs.rows_of(version, "real/pseudo_hits.py")
+    return rows
 
 
 @pytest.mark.sglang

@@ -6,19 +6,11 @@ The machine is ``real/tree_machine.py``; ``python -P tests/real/tree_machine.py 
 
 from __future__ import annotations
 
-import functools
-import json
-import subprocess
-import sys
-from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
-from hicache_guard import checkouts
-
-HERE = Path(__file__).parent
 TREES = {
     "0.5.12": ("legacy", "unified"),
     "0.5.12.post1": ("legacy", "unified"),
@@ -49,32 +41,14 @@ TOLERATED: tuple[str, ...] = ("robbed",)
 #: Seconds that one release may take.
 LIMIT = 400
 
-#: Two releases at a time, so that this file does not keep one core waiting.
-_pool = ThreadPoolExecutor(2)
-
-
-@functools.cache
-def _started() -> dict[str, Future[list[dict[str, Any]]]]:
-    return {}
-
-
-def _run(version: str) -> list[dict[str, Any]]:
-    """All that is driven on one release, in one process."""
-    environment = checkouts.environment(checkouts.require(version))
-    environment["PYTHONPATH"] += f":{HERE}"
-    command = [sys.executable, "-P", str(HERE / "real" / "tree_machine.py"), "--suite"]
-    command += ["--steps", str(STEPS), "--tolerate", *TOLERATED]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode in (0, 1), done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
 
 def rows_of(version: str, job: str) -> list[dict[str, Any]]:
-    if not checkouts.is_fetched(version):
-        pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    if version not in _started():
-        _started()[version] = _pool.submit(_run, version)
-    rows = [row for row in _started()[version].result() if row["job"] == job]
+    """The rows of one job; all of them are driven on a release in one process."""
+    options = ("--suite", "--steps", str(STEPS), "--tolerate", *TOLERATED)
+    driven = programs.rows_of(
+        version, "real/tree_machine.py", *options, limit=LIMIT, statuses=(0, 1)
+    )
+    rows = [row for row in driven if row["job"] == job]
     assert rows, f"no {job}"
     return rows
 

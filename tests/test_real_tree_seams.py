@@ -8,18 +8,11 @@ everything, the recycled page is matched.
 
 from __future__ import annotations
 
-import functools
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
-from hicache_guard import checkouts
-
-HERE = Path(__file__).parent
 #: A match leaves the last token of 24 to be computed, and pages are of 4.
 HIT = 20
 #: Of 24 tokens on pages of one, those before the page that was recycled.
@@ -27,16 +20,9 @@ CLIP = 8
 HAS_SINGLE_POOL = ("0.5.15", "0.5.18", "0.5.23")
 
 
-@functools.cache
 def rows_of(version: str) -> list[dict[str, Any]]:
-    if not checkouts.is_fetched(version):
-        pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    environment = checkouts.environment(checkouts.require(version))
-    environment["PYTHONPATH"] += f":{HERE}"
-    command = [sys.executable, "-P", str(HERE / "real" / "tree_seams.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows: list[dict[str, Any]] = programs.rows_of(version, "real/tree_seams.py")
+    return rows
 
 
 @pytest.mark.sglang

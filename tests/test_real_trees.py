@@ -6,38 +6,33 @@ on the path goes on with new examples.
 
 from __future__ import annotations
 
-import functools
-import json
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 
-from hicache_guard import checkouts
-
-HERE = Path(__file__).parent
 TREES = {"0.5.12": ("legacy", "unified"), "0.5.23": ("unified", "unified-rust")}
 PAGE_SIZES = (1, 4, 64)
 MODES = ("observe", "enforce", "strict")
-#: Seconds that one release may take.
-LIMIT = 300
 
 
-@functools.cache
 def rows_of(version: str) -> list[dict[str, Any]]:
     """What the drive and its mutations print on one release, in one process."""
-    if not checkouts.is_fetched(version):
-        pytest.skip(f"SGLang {version} is not fetched; run hicache-guard releases fetch {version}")
-    environment = checkouts.environment(checkouts.require(version))
-    environment["PYTHONPATH"] += f":{HERE}"
-    command = [sys.executable, "-P", str(HERE / "real" / "trees.py")]
-    command += ["--examples", "2", "--steps", "30", "--seed", "20", "--break", "4"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
-    assert done.returncode in (0, 1), done.stderr[-3000:]
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    rows: list[dict[str, Any]] = programs.rows_of(
+        version,
+        "real/trees.py",
+        "--examples",
+        "2",
+        "--steps",
+        "30",
+        "--seed",
+        "20",
+        "--break",
+        "4",
+        statuses=(0, 1),
+    )
+    return rows
 
 
 @pytest.mark.sglang

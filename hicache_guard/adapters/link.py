@@ -16,7 +16,7 @@ from hicache_guard.core import compiled
 from hicache_guard.core.compiled import ALL_MAPPED
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.guard import PoolGuard
-from hicache_guard.core.journal import Steps
+from hicache_guard.core.journal import ACTING_FOR, Steps, acting_for
 from hicache_guard.core.ledger import PageLedger
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.verdict import Vetted
@@ -176,6 +176,11 @@ class AllocatorLink:
         they were. With ``settle``, what the backlog holds is settled first.
         """
         return Running(self, name, settle)
+
+    def judged(self, name: str, request: str | None, check: Callable[[], Any]) -> Any:
+        """Run a check slot by slot, as one operation, on behalf of ``request`` if one is known."""
+        with acting_for(request or ACTING_FOR.get()), self.operation(name):
+            return check()
 
     def drain(self) -> None:
         """Settle all that is due and report all that is known; waits for the device."""

@@ -14,7 +14,6 @@ The policy is in ``core/guard``, the rules are in ``core/match``.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +23,7 @@ from hicache_guard.adapters import hooks, tree_locks, tree_params
 from hicache_guard.adapters.host_copies import HostTier
 from hicache_guard.adapters.link import AllocatorLink, Factory, link_of
 from hicache_guard.adapters.recorder import request_of
-from hicache_guard.adapters.tree_link import ATTRIBUTE, TreeLink, component, length_of
+from hicache_guard.adapters.tree_link import ATTRIBUTE, TreeLink, clip, component
 from hicache_guard.core.journal import acting_for
 from hicache_guard.core.ledger import FREED
 
@@ -50,7 +49,7 @@ def reset(original: Method, tree: Any, *args: Any, **kwargs: Any) -> None:
         return
     with book.guard.tree_working():
         original(tree, *args, **kwargs)
-    book.guard.forget_trees()
+    book.guard.witness.forget()
     if book.tier is not None:
         book.tier.forget()
     book.tails.clear()
@@ -133,7 +132,7 @@ def insert(original: Method, tree: Any, params: Any) -> Any:
 def _refuse(book: TreeLink, length: int, end: int, why: str) -> None:
     """An insertion of ``length`` tokens may only go up to ``end``."""
     book.record.cut(book.request, length, end, why)
-    if book.inserting == "running":
+    if book.goes_on:
         raise _NotCached
 
 
@@ -172,8 +171,8 @@ def _while_running(original: Method) -> Method:
         book = tree.__dict__.get(ATTRIBUTE)
         if book is None:
             return original(tree, req, *args, **kwargs)
-        book.request, book.inserting = req.rid, "running"
-        book.protected, book.allocated = _protected(req), _allocated(req)
+        book.request, book.allocated = req.rid, _allocated(req)
+        book.goes_on, book.floor = True, _protected(req)
         try:
             return original(tree, req, *args, **kwargs)
         except _NotCached:
@@ -183,7 +182,8 @@ def _while_running(original: Method) -> Method:
             finally:
                 tree.disable = False
         finally:
-            book.request = book.inserting = book.allocated = None
+            book.request = book.allocated = None
+            book.goes_on, book.floor = False, 0
 
     return hooked
 
@@ -236,7 +236,11 @@ def _match_prefix(original: Method) -> Method:
         if isinstance(result.last_device_node, book.virtual):
             return result  # a session's row; see the module of that name
         if length and not book.holds_match(result, length):
-            return _clipped(original, tree, params, result, book)
+            proved = book.prove(book.slots_of(result), request_of(params))
+            eagle, floor = _eagle(tree, book), book.floor
+            return clip(
+                original, tree, params, result, proved, book.record, eagle=eagle, floor=floor
+            )
         record = book.record
         if record.told:
             record.proved(params, length)
@@ -254,27 +258,6 @@ def _match_prefix(original: Method) -> Method:
 
 
 match_prefix = Factory(_match_prefix)
-
-
-def _clipped(original: Method, tree: Any, params: Any, result: Any, book: TreeLink) -> Any:
-    """The longest match that the release finds and the pools prove."""
-    path = book.slots_of(result)
-    proved = book.prove(path, request_of(params))
-    length = claimed = length_of(result)
-    key, asked = params.key, params
-    # A bigram spans two tokens; not every core marks the key as one of bigrams.
-    more = int(_eagle(tree, book) and not getattr(key, "is_bigram", False))
-    if proved.longest(length) == length:
-        book.record.proved(params, length)
-        return result
-    while book.clips and (usable := proved.longest(length)) < length:
-        if book.inserting == "running" and usable < book.protected:
-            return result  # no hit: a request is pointed at what it reads already
-        params = dataclasses.replace(params, key=key[: usable + more if usable else 0])
-        result = original(tree, params)
-        length = length_of(result)
-    book.record.clipped(asked, claimed, proved, length)
-    return result
 
 
 # -- loading back ------------------------------------------------------------------------------
@@ -319,15 +302,18 @@ def init_load_back(original: Method, tree: Any, params: Any) -> Any:
         return original(tree, params)
     before = params.req.last_node if params.req is not None else None
     loaded = original(tree, params)
-    if loaded is None or not (loaded[0] if isinstance(loaded[0], int) else loaded[0].shape[0]):
+    if loaded is None:
         return loaded
-    path = book.path_to(loaded[1])
+    slots, node = loaded
+    tokens = slots if isinstance(slots, int) else slots.shape[0]
+    if not tokens:
+        return loaded
+    path = book.path_to(node)
     length, request = path.shape[0], request_of(params)
-    tokens = loaded[0] if isinstance(loaded[0], int) else loaded[0].shape[0]
     proved = book.holds(path, length) or book.prove(path, request).longest(length) == length
     if proved or not book.clips:
         book.record.loaded_back(request, tokens)
         return loaded
     # What was loaded stays in the tree, where the next match looks at it again.
     book.record.loaded_back(request, tokens, refused="the loaded prefix cannot be proved")
-    return (0 if isinstance(loaded[0], int) else loaded[0][:0]), before
+    return (0 if isinstance(slots, int) else slots[:0]), before

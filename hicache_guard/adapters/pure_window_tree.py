@@ -14,9 +14,7 @@ import torch
 
 from hicache_guard.adapters.link import Factory, PoolLink, link_of
 from hicache_guard.adapters.recorder import Recorder, request_of
-from hicache_guard.adapters.tree_link import length_of
-from hicache_guard.core.journal import ACTING_FOR, acting_for
-from hicache_guard.core.modes import Mode
+from hicache_guard.adapters.tree_link import clip, length_of
 from hicache_guard.core.single import SinglePool
 
 Method = Callable[..., Any]
@@ -30,15 +28,9 @@ class PureTree:
 
     def __init__(self, tree: Any, link: PoolLink) -> None:
         self.owner = link.owner
-        self.guard = link.guard
         self.pool = SinglePool(link.guard)
         self.record = Recorder(tree, link.guard)
         self.page_size = int(tree.page_size)
-
-    def judged(self, name: str, request: str | None, check: Callable[[], Any]) -> Any:
-        """Judge slot by slot, as one operation, on behalf of ``request``."""
-        with acting_for(request or ACTING_FOR.get()), self.owner.operation(name):
-            return check()
 
 
 def __init__(original: Method, tree: Any, params: Any, *args: Any, **kwargs: Any) -> None:
@@ -53,7 +45,7 @@ def reset(original: Method, tree: Any) -> None:
     original(tree)
     book = tree.__dict__.get(ATTRIBUTE)
     if book is not None:
-        book.pool.witness.since.zero_()
+        book.pool.witness.forget()
 
 
 def insert(original: Method, tree: Any, params: Any) -> Any:
@@ -64,7 +56,7 @@ def insert(original: Method, tree: Any, params: Any) -> Any:
     length = min(len(key) // book.page_size * book.page_size, params.value.shape[0])
     row = params.value[:length].to(torch.int64)
     start = min(getattr(params, "prev_prefix_len", 0), length)
-    end = book.judged("insert", None, lambda: book.pool.adopt(row, start))
+    end = book.owner.judged("insert", None, lambda: book.pool.adopt(row, start))
     if end < length:
         book.record.cut(None, length, end, "tokens without KV")
         params = dataclasses.replace(params, key=key[:end], value=params.value[:end])
@@ -81,18 +73,11 @@ def _match_prefix(original: Method) -> Method:
         path = getattr(result, "device_indices", None)
         if path is None:
             path = tree.path_device_indices(result.last_device_node)[:length]
-        proved = book.judged("match_prefix", request_of(params), lambda: book.pool.prove(path))
-        claimed, asked = length, params
-        if proved.longest(length) == length:
-            book.record.proved(params, length)
-            return result
-        while book.guard.mode is not Mode.OBSERVE and (usable := proved.longest(length)) < length:
-            key, _ = params.key.maybe_to_bigram_view(tree.is_eagle)
-            params = dataclasses.replace(params, key=key[:usable])
-            result = original(tree, params)
-            length = length_of(result)
-        book.record.clipped(asked, claimed, proved, length)
-        return result
+        proved = book.owner.judged(
+            "match_prefix", request_of(params), lambda: book.pool.prove(path)
+        )
+        eagle = bool(tree.is_eagle)
+        return clip(original, tree, params, result, proved, book.record, eagle=eagle)
 
     return hooked
 

@@ -59,8 +59,7 @@ class Recorder:
             if tokens:
                 self.tally.evicted(group, tokens)
                 if self.trace is not None:
-                    now = {"epoch": self.guard.map.epoch, "serial": self.guard.serial}
-                    self.trace.evict(group, tokens, **now)
+                    self.trace.evict(group, tokens, **self._now())
         self._publish()
 
     def loaded_back(self, request: str | None, tokens: int, refused: str | None = None) -> None:
@@ -70,16 +69,14 @@ class Recorder:
         else:
             self.tally.loaded_back(tokens)
         if self.trace is not None:
-            now = {"epoch": self.guard.map.epoch, "serial": self.guard.serial}
-            self.trace.load_back(request, tokens, refused=refused, **now)
+            self.trace.load_back(request, tokens, refused=refused, **self._now())
         self._publish()
 
     def cut(self, request: str | None, tokens: int, kept: int, why: str) -> None:
         """Of an insertion of ``tokens`` the tree takes over ``kept`` only."""
         self.tally.insert_cuts += 1
         if self.trace is not None:
-            now = {"epoch": self.guard.map.epoch, "serial": self.guard.serial}
-            self.trace.insert(request, tokens, kept, cut=why, **now)
+            self.trace.insert(request, tokens, kept, cut=why, **self._now())
         self._publish()
 
     def _record(
@@ -100,9 +97,12 @@ class Recorder:
             proved=proved,
             used=used,
             clip=clip,
-            epoch=self.guard.map.epoch,
-            serial=self.guard.serial,
+            **self._now(),
         )
+
+    def _now(self) -> dict[str, int]:
+        """The moment, by the mapping's version and the guard's last operation."""
+        return {"epoch": self.guard.map.epoch, "serial": self.guard.serial}
 
     def _publish(self) -> None:
         if self.publisher is not None:

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from hicache_guard.adapters.link import AllocatorLink, link_of
-from hicache_guard.core.journal import acting_for
 
 #: The attribute under which a session cache holds when each row was put by, and how long it was:
 #: (serial, tokens) by session.
@@ -50,9 +49,8 @@ def find_active_slot(original: Method, sessions: Any, req: Any) -> Any:
     if row.shape[0] != length:
         return slot  # its turn runs: the row is the request's
     need = int(holder.sliding_window_size or 0)
-    with acting_for(req.rid), link.operation("find_active_slot"):
-        holds = link.guard.check_row(row, need, since)
-    if holds:
+    check_row = link.guard.check_row
+    if link.judged("find_active_slot", req.rid, lambda: check_row(row, need, since)):
         return slot
     sessions.release_session(session)
     return None

@@ -6,6 +6,7 @@ it returns a node, they are asked of the tree core, in Python or in Rust, by the
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,6 @@ import torch
 from hicache_guard.adapters.host_copies import HostTier
 from hicache_guard.adapters.link import AllocatorLink
 from hicache_guard.adapters.recorder import Recorder
-from hicache_guard.core.journal import ACTING_FOR, acting_for
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.proof import Adopted, Proved
 
@@ -29,9 +29,10 @@ class TreeLink:
     """What the hooks know about one prefix tree over a guarded hybrid allocator.
 
     ``need`` is how many tokens before a resume point must have window KV: the tree's own window.
-    While a method inserts on behalf of a request, ``request`` names it; ``inserting`` is set where
-    the request runs on, ``protected`` is what the tree holds of its row by then, and ``allocated``
-    how many tokens of the row have slots.
+    While a method inserts on behalf of a request, ``request`` names it, ``allocated`` is how many
+    tokens of its row have slots, and ``goes_on`` says that the request runs on. Then it is pointed
+    at what the tree has of it, which is no hit: at no less than the ``floor`` tokens of its row
+    that are the tree's already.
     """
 
     def __init__(self, tree: Any, link: AllocatorLink, params: Any) -> None:
@@ -46,9 +47,9 @@ class TreeLink:
         self.value_of: Any = getattr(self.core, "get_component_device_value", None)
         self.tier: HostTier | None = None
         self.request: str | None = None
-        self.inserting: str | None = None
-        self.protected = 0
         self.allocated: int | None = None
+        self.goes_on = False
+        self.floor = 0
         #: Whether what cannot be proved is taken back; observe only says so.
         self.clips = self.guard.mode is not Mode.OBSERVE
         self.virtual: Any = _virtual_node()
@@ -59,9 +60,8 @@ class TreeLink:
         self.tails: dict[Any, tuple[list[Any], int]] = {}
 
     def judged(self, name: str, request: str | None, check: Callable[[], Any]) -> Any:
-        """Judge slot by slot, as one operation, on behalf of ``request``."""
-        with acting_for(request or self.request or ACTING_FOR.get()), self.link.operation(name):
-            return check()
+        """As ``AllocatorLink.judged``; else on behalf of the request whose method runs."""
+        return self.link.judged(name, request or self.request, check)
 
     # -- insertion ---------------------------------------------------------------------------
 
@@ -245,6 +245,39 @@ def _gives_slots() -> bool:
     from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
     return hasattr(MatchResult, "device_indices")
+
+
+def clip(
+    original: Callable[..., Any],
+    tree: Any,
+    params: Any,
+    result: Any,
+    proved: Proved,
+    record: Recorder,
+    *,
+    eagle: bool,
+    floor: int = 0,
+) -> Any:
+    """The longest match that the release finds and the pools prove; the first one in observe mode.
+
+    ``eagle``: the tree's keys are bigrams. No match may become shorter than ``floor`` tokens.
+    """
+    length = claimed = length_of(result)
+    if proved.longest(length) == length:
+        record.proved(params, length)
+        return result
+    key, asked = params.key, params
+    # A bigram spans two tokens; not every core marks the key as one of bigrams.
+    more = int(eagle and not getattr(key, "is_bigram", False))
+    clips = record.guard.mode is not Mode.OBSERVE
+    while clips and (usable := proved.longest(length)) < length:
+        if usable < floor:
+            return result
+        params = dataclasses.replace(params, key=key[: usable + more if usable else 0])
+        result = original(tree, params)
+        length = length_of(result)
+    record.clipped(asked, claimed, proved, length)
+    return result
 
 
 def length_of(result: Any) -> int:

@@ -184,6 +184,15 @@ class PoolGuard:
             self._report(verdict, ledger, operation)
         return verdict.count
 
+    def judge_now(self, verdict: Verdict, ledger: PageLedger) -> int | None:
+        """As ``judge``, for an answer that is needed: only observe mode does not wait for it."""
+        count = self.judge(verdict, ledger)
+        if count is None and self.mode is not Mode.OBSERVE:
+            self.wait_for(verdict)
+            self.poll()
+            count = verdict.count
+        return count
+
     def wait_for(self, verdict: Verdict | Vetted) -> None:
         """Block until the verdict is on the host; counted where it really had to wait."""
         if not verdict.arrived():
@@ -1017,7 +1026,7 @@ class PoolGuard:
         no = dead | again
         entries = self._entries(given)
         place = torch.arange(start, end, device=given.device)
-        gone = (place >= evicted) & ~self._has_window(given, entries) & ~no
+        gone = (place >= evicted) & ~self.map.leads(given, entries) & ~no
         verdict = Verdict(
             no | gone,
             given,
@@ -1060,13 +1069,6 @@ class PoolGuard:
         """The mapping entries of full slots (int64); some slot's for what lies outside."""
         return self.map.mapping.index_select(0, slots.clamp(0, self.map.mapping.shape[0] - 2))
 
-    def _has_window(self, slots: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        """Mask (bool) of the ``slots`` whose ``entries`` lead to a live window slot of theirs."""
-        rows = slots.clamp(0, self.map.mapping.shape[0] - 2)
-        inside = entries.clamp(0, self.map.owner.shape[0] - 1)
-        held = (rows == slots) & (inside == entries) & (entries > 0)
-        return held & self.map.proved(rows, inside)
-
     def check_row(self, slots: torch.Tensor, need: int, since: int) -> bool:
         """Whether a row (int64 full slots) that was put by after operation ``since`` still holds.
 
@@ -1079,7 +1081,7 @@ class PoolGuard:
         stamp = self.map.stamp.index_select(0, slots.clamp(0, self.map.stamp.shape[0] - 1))
         foreign = born > since
         tail = torch.arange(slots.shape[0], device=slots.device) >= slots.shape[0] - need
-        unproved = tail & ~foreign & ~(self._has_window(slots, entries) & (stamp <= since))
+        unproved = tail & ~foreign & ~(self.map.leads(slots, entries) & (stamp <= since))
         verdict = Verdict(
             foreign | unproved,
             slots,
@@ -1090,9 +1092,7 @@ class PoolGuard:
             found=born,
             other=entries.clamp(min=0),
         )
-        if self.judge(verdict, self.full) is None and self.mode is not Mode.OBSERVE:
-            self.wait_for(verdict)
-            self.poll()
+        self.judge_now(verdict, self.full)
         return self.mode is Mode.OBSERVE or not verdict.count
 
     def adopt_loaded(
@@ -1106,15 +1106,11 @@ class PoolGuard:
         """
         fresh = self.full.generations(self.full.pages_of(slots)) > since
         entries = self._entries(slots)
-        mapped = self._has_window(slots, entries)
+        mapped = self.map.leads(slots, entries)
         newer = mapped & (self.map.stamp.index_select(0, slots) > since)
         right = ~newer | window
         self.witness.vouch(torch.where(fresh & full & right, slots, 0), self.serial)
         self.witness.renew(torch.where(newer & window & ~fresh, slots, 0), self.serial)
-
-    def forget_trees(self) -> None:
-        """The tree was emptied: it holds nothing."""
-        self.witness.since.zero_()
 
     def withdraw(self, slots: torch.Tensor) -> None:
         """A tree's own method queues a free of full ``slots`` (int64); it holds them no more."""
@@ -1192,11 +1188,7 @@ class PoolGuard:
             ),
             other=entries.clamp(min=0),
         )
-        count = self.judge(verdict, self.full)
-        if count is None and self.mode is not Mode.OBSERVE:
-            self.wait_for(verdict)
-            self.poll()
-        if not verdict.arrived() or not verdict.count:
+        if not self.judge_now(verdict, self.full):
             return [Proved.whole(length) for length in lengths]
         candidates = Paths.plan(lengths, self.page_size, slots.device)
         groups: dict[str, tuple[Rule, torch.Tensor]] = {

@@ -54,10 +54,7 @@ class SinglePool:
             expected=self.witness.since.index_select(0, self._pages.pages_of(path)),
             found=self._pages.generations(self._pages.pages_of(path)),
         )
-        if self._guard.judge(verdict, self._pages) is None and self._guard.mode is not Mode.OBSERVE:
-            self._guard.wait_for(verdict)
-            self._guard.poll()
-        if not verdict.arrived() or not verdict.count:
+        if not self._guard.judge_now(verdict, self._pages):
             return Proved.whole(path.shape[0])
         paths = Paths.plan([path.shape[0]], self._guard.page_size, path.device)
         return Proved.of(paths, {"window": (Full(), resident)})[0]

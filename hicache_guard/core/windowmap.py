@@ -144,6 +144,16 @@ class WindowMap:
         owned = self.owner.index_select(0, window.clamp(0, self.owner.numel() - 1)) == full
         return (window == 0) | (window_live & same_full & owned)
 
+    def leads(self, full: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+        """Mask (bool): ``full[i] -> window[i]`` leads to a window slot, and is proved.
+
+        As ``proved``, of any numbers (int64): what is out of range leads nowhere.
+        """
+        rows = full.clamp(0, self.mapping.shape[0] - 2)
+        inside = window.clamp(0, self.owner.shape[0] - 1)
+        there = (rows == full) & (inside == window) & (window > 0)
+        return there & self.proved(rows, inside)
+
     # Of many entries that nearly always hold only "does any of them not?" is asked first.
 
     def any_wrong_entry(

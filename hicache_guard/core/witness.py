@@ -37,6 +37,10 @@ class Witness:
         """No tree holds anything; the pool may have another size now."""
         self.since = torch.zeros(self._ledger.pages + 2, dtype=torch.int32, device=self._device)
 
+    def forget(self) -> None:
+        """A tree was emptied: it holds nothing."""
+        self.since.zero_()
+
     def vouch(self, slots: torch.Tensor, serial: int) -> None:
         """A tree takes the pages of ``slots`` (int64) over, as they are after this operation."""
         pages = self._ledger.pages_of(slots)
@@ -69,12 +73,10 @@ class Witness:
 
         ``entries`` (int64) are the slots' mapping entries as they were read.
         """
-        rows = slots.clamp(0, book.mapping.shape[0] - 2)
-        inside = entries.clamp(0, book.owner.shape[0] - 1)
         since = self.since.index_select(0, self._ledger.pages_of(slots))
-        held = (rows == slots) & (inside == entries) & (entries > 0)
-        held &= book.stamp.index_select(0, rows) <= since
-        return held & self.resident(slots) & book.proved(rows, inside)
+        rows = slots.clamp(0, book.mapping.shape[0] - 2)
+        held = book.stamp.index_select(0, rows) <= since
+        return held & self.resident(slots) & book.leads(slots, entries)
 
     def rebase(self, shift: int, book: WindowMap) -> None:
         """Subtract ``shift`` from every serial of what is still held, and forget the rest.
