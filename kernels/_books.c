@@ -30,6 +30,7 @@
 /* Given by prepare(): torch's dtypes, and what makes any tensor one that can be read here. */
 static PyObject *int32_type, *int64_type, *fitted;
 static PyObject *name_dtype, *name_is_cpu, *name_is_contiguous, *name_numel, *name_data_ptr;
+static PyObject *name_device_indices, *name_device_prefix_len, *name_last_device_node;
 
 static PyObject *prepare(PyObject *self, PyObject *args)
 {
@@ -841,10 +842,34 @@ static PyObject *adopted(PyObject *object, PyObject *const *args, Py_ssize_t giv
     return answer(&read, 1);
 }
 
+/* As holds(), of pages of one slot, where each is looked at alone: without a branch. The stamp of a page
+ * that is free is less than what it was born as. */
+static int holds_alone(const View *view, const Items *slots, const Items *mapping, int64_t need)
+{
+    int64_t rows = (mapping->count < view->stamps ? mapping->count : view->stamps) - 1;
+    int64_t end = rows < view->outside[FULL] ? rows : view->outside[FULL];
+    int bad = 0;
+    for (int64_t k = slots->count - need; k < slots->count; k++) {
+        int64_t slot = item(slots, k);
+        int known = (slot > 0) & (slot < end);
+        slot = known ? slot : 0;
+        int64_t entry = item(mapping, slot);
+        known &= (uint64_t)entry < (uint64_t)view->owners;
+        entry = known ? entry : 0; /* which nobody owns */
+        int32_t born = view->born[FULL][slot], stamp = view->stamp[slot];
+        int32_t far = view->born[WINDOW][clamp(entry, view->outside[WINDOW])];
+        bad |= !known | (stamp < far) | (stamp < born) | (stamp > view->since[slot]) |
+               (view->owner[entry] != (int32_t)slot);
+    }
+    return !bad;
+}
+
 /* Whether a tree holds the last `need` of `slots`, which are as many, still as it took them over. */
 static int holds(const View *view, const Items *slots, const Items *mapping, int64_t need)
 {
     int64_t rows = (mapping->count < view->stamps ? mapping->count : view->stamps) - 1;
+    if (view->size == 1)
+        return holds_alone(view, slots, mapping, need);
     int64_t end = -1; /* slots from `end` less a page on, and before it, are of the page at hand */
     int32_t born = 0, since = 0;
     for (int64_t k = slots->count - need; k < slots->count; k++) {
@@ -886,25 +911,54 @@ static int read_mapping(Books *self, PyObject *tensor, Items *mapping)
     return 0;
 }
 
-/* Whether a tree holds the last `need` slots of one tensor: 1 or 0, or -1 for fewer, which are looked
- * at where there are more `parts`; -2 for errors. */
-static int held_of(const View *view, PyObject *tensor, const Items *mapping, int64_t need, int parts,
-                   int64_t *count)
+/* What a node's slots are known by, below 0: the first of them, and since when a tree holds its page. */
+static int64_t name_of(const View *view, const Items *slots)
+{
+    int64_t first = slots->count ? item(slots, 0) : 0;
+    int64_t since = view->since[page_of(view, first, view->outside[FULL])];
+    return -1 - (clamp(first, INT32_MAX) << 31 | since);
+}
+
+/* Whether a tree holds the last `need` slots of one tensor: 1 or 0; its name for fewer, of a tensor that
+ * is the last of `parts` only where it holds these; 2 for errors. */
+static int64_t held_of(const View *view, PyObject *tensor, const Items *mapping, int64_t need, int parts,
+                       int64_t *count)
 {
     Items slots = {0};
     if (read_items(tensor, &slots) < 0)
-        return -2;
+        return 2;
     *count = slots.count;
     int some = need > slots.count;
-    int right = some && !parts ? 0 : holds(view, &slots, mapping, some ? slots.count : need);
+    int64_t right = some && !parts ? 1 : holds(view, &slots, mapping, some ? slots.count : need);
+    if (some && right)
+        right = name_of(view, &slots);
     Py_DECREF(slots.kept);
-    return some && (right || !parts) ? -1 : right;
+    return right;
+}
+
+/* Whether a tree holds the last `need` slots of a list of tensors that lie one after the other, the last
+ * first: 1 or 0, or below 0 where one is None, or all but the last are not `total` slots; 2 for errors. */
+static int64_t held_in(const View *view, PyObject *parts, const Items *mapping, int64_t need, int64_t total)
+{
+    int64_t right = -1, count = 0;
+    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(parts); k++) {
+        PyObject *part = PyList_GET_ITEM(parts, k);
+        if (part == Py_None)
+            return -1;
+        right = held_of(view, part, mapping, need, 1, &count);
+        if (right == 0 || right == 2)
+            return right;
+        need -= count < need ? count : need;
+        total -= k ? count : 0;
+    }
+    return right == 1 && total ? -1 : right;
 }
 
 /* held(slots, mapping, need[, total]): 1 where a tree holds the last `need` of `slots` still as it took
- * them over, window side and all; 0 where not; -1 for fewer slots than
- * that. With `total` they are a list of tensors that lie one after the other, the last first; -1 as
- * well where all of them are not `total` slots. */
+ * them over, window side and all; 0 where not; for fewer slots a number below 0 by which the caller
+ * may know them again for as long as a tree holds the first. With `total` they are a list of tensors
+ * that lie one after the other, the last first; below 0 as well where one is None, or all but the last
+ * are not `total` slots. */
 static PyObject *held(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
     Books *self = (Books *)object;
@@ -917,24 +971,102 @@ static PyObject *held(PyObject *object, PyObject *const *args, Py_ssize_t given)
     if (read_mapping(self, args[1], &mapping) < 0)
         return NULL;
     const View view = view_of(self);
-    int64_t count;
-    int right = 0, may = need >= 0 && is_mapping(&mapping);
-    if (may && given == 3) {
-        right = held_of(&view, args[0], &mapping, need, 0, &count);
-    } else if (may) {
-        right = -1;
-        for (Py_ssize_t k = 0; k < PyList_GET_SIZE(args[0]); k++) {
-            right = held_of(&view, PyList_GET_ITEM(args[0], k), &mapping, need, 1, &count);
-            if (right == 0 || right == -2)
-                break;
-            need -= count < need ? count : need;
-            total -= count;
-        }
-        if (right == 1 && total)
-            right = -1;
+    int64_t count, right = 0;
+    if (need >= 0 && is_mapping(&mapping))
+        right = given == 3 ? held_of(&view, args[0], &mapping, need, 0, &count)
+                           : held_in(&view, args[0], &mapping, need, total);
+    Py_XDECREF(mapping.kept);
+    return right == 2 ? NULL : PyLong_FromLongLong(right);
+}
+
+/* The last `need` slots of a path whose last node has the slots `last`, which are fewer: as held_in(), if
+ * `tails` tells by their `name` which nodes come before it, and how many slots these have. */
+static int64_t held_before(const View *view, PyObject *last, int64_t name, const Items *mapping,
+                           int64_t need, PyObject *value_of, PyObject *full, PyObject *tails)
+{
+    PyObject *key = PyLong_FromLongLong(name), *nodes, *parts;
+    PyObject *tail = key ? PyDict_GetItemWithError(tails, key) : NULL;
+    Py_XDECREF(key);
+    if (!tail)
+        return PyErr_Occurred() ? 2 : -1;
+    int64_t total;
+    if (!PyArg_ParseTuple(tail, "O!L", &PyList_Type, &nodes, &total))
+        return 2;
+    Py_INCREF(nodes);
+    parts = PyList_New(1 + PyList_GET_SIZE(nodes));
+    if (parts)
+        PyList_SET_ITEM(parts, 0, Py_NewRef(last));
+    for (Py_ssize_t k = 0; parts && k < PyList_GET_SIZE(nodes); k++) {
+        PyObject *const asked[] = {PyList_GET_ITEM(nodes, k), full};
+        PyObject *part = PyObject_Vectorcall(value_of, asked, 2, NULL);
+        if (part)
+            PyList_SET_ITEM(parts, k + 1, part);
+        else
+            Py_CLEAR(parts);
+    }
+    int64_t right = parts ? held_in(view, parts, mapping, need, total) : 2;
+    Py_XDECREF(parts);
+    Py_DECREF(nodes);
+    return right;
+}
+
+/* The slots of a match that says which, or of its last node; how many tokens are matched. NULL without
+ * an error where there are none, or the match is of another kind. */
+static PyObject *slots_of_match(PyObject *match, PyObject *value_of, PyObject *full, int64_t *length)
+{
+    if (value_of == Py_None) {
+        PyObject *slots = PyObject_GetAttr(match, name_device_indices);
+        if (slots && as_int64(PyObject_CallMethodNoArgs(slots, name_numel), length) < 0)
+            Py_CLEAR(slots);
+        return slots;
+    }
+    if (as_int64(PyObject_GetAttr(match, name_device_prefix_len), length) < 0 || !*length)
+        return NULL;
+    PyObject *node = PyObject_GetAttr(match, name_last_device_node), *slots = NULL;
+    if (node && PyLong_CheckExact(node)) {
+        PyObject *const asked[] = {node, full};
+        slots = PyObject_Vectorcall(value_of, asked, 2, NULL);
+        if (slots == Py_None)
+            Py_CLEAR(slots);
+    }
+    Py_XDECREF(node);
+    return slots;
+}
+
+/* proves(match, mapping, window, value_of, full, tails): the length of a match whose last tokens, as many
+ * as the window has or there are, a tree holds still as it took them over, window side and all; -1 where
+ * that cannot be said, or not without a look at more than its last nodes. A match names its slots, or
+ * its last node, an int, and value_of(node, full) says which slots that has; for nodes shorter than the
+ * window, tails says by the name of their slots (see held) which nodes come before, the last first, and
+ * how many slots these have. */
+static PyObject *proves_match(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    Books *self = (Books *)object;
+    if (given != 6 || !PyDict_Check(args[5]))
+        return PyErr_Format(PyExc_TypeError, "proves takes six arguments, the last a dict");
+    int64_t need = PyLong_AsLongLong(args[2]), length = -1, count;
+    if (need == -1 && PyErr_Occurred())
+        return NULL;
+    PyObject *value_of = args[3], *full = args[4];
+    PyObject *slots = slots_of_match(args[0], value_of, full, &length);
+    if (!slots)
+        return PyErr_Occurred() ? NULL : PyLong_FromLong(length ? -1 : 0);
+    Items mapping = {0};
+    if (read_mapping(self, args[1], &mapping) < 0) {
+        Py_DECREF(slots);
+        return NULL;
+    }
+    const View view = view_of(self);
+    int64_t right = 0;
+    need = need < length ? need : length;
+    if (need >= 0 && is_mapping(&mapping)) {
+        right = held_of(&view, slots, &mapping, need, 0, &count);
+        if (right < 0 && value_of != Py_None)
+            right = held_before(&view, slots, right, &mapping, need, value_of, full, args[5]);
     }
     Py_XDECREF(mapping.kept);
-    return right == -2 ? NULL : PyLong_FromLong(right);
+    Py_DECREF(slots);
+    return right == 2 ? NULL : PyLong_FromLongLong(right == 1 ? length : -1);
 }
 
 /* -- module ----------------------------------------------------------------------------------- */
@@ -953,6 +1085,7 @@ static PyMethodDef books_methods[] = {
     {"betrayed", betrayed, METH_NOARGS, NULL},
     METHOD(adopted),
     METHOD(held),
+    {"proves", (PyCFunction)(void (*)(void))proves_match, METH_FASTCALL, NULL},
     METHOD(touched),
     {NULL, NULL, 0, NULL},
 };
@@ -985,7 +1118,11 @@ PyMODINIT_FUNC PyInit__books(void)
     name_is_contiguous = PyUnicode_InternFromString("is_contiguous");
     name_numel = PyUnicode_InternFromString("numel");
     name_data_ptr = PyUnicode_InternFromString("data_ptr");
-    if (!name_dtype || !name_is_cpu || !name_is_contiguous || !name_numel || !name_data_ptr)
+    name_device_indices = PyUnicode_InternFromString("device_indices");
+    name_device_prefix_len = PyUnicode_InternFromString("device_prefix_len");
+    name_last_device_node = PyUnicode_InternFromString("last_device_node");
+    if (!name_dtype || !name_is_cpu || !name_is_contiguous || !name_numel || !name_data_ptr ||
+        !name_device_indices || !name_device_prefix_len || !name_last_device_node)
         return NULL;
     if (PyType_Ready(&books_type) < 0)
         return NULL;

@@ -35,6 +35,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "SWARadixCache": (f"{_MEM}.swa_radix_cache",),
     "HiRadixCache": (f"{_MEM}.hiradix_cache",),
     "UnifiedRadixCache": (f"{_MEM}.unified_radix_cache",),
+    "SchedulePolicy": ("sglang.srt.managers.schedule_policy",),
     "SWAComponent": (
         f"{_MEM}.unified_cache.components.swa",
         f"{_MEM}.unified_cache.components.swa_component",

@@ -10,6 +10,7 @@ prints one JSON line for each: name, whether the two still agree.
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ import sysconfig
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -166,8 +167,8 @@ def disagreement(seed: int) -> str | None:
     """What the two do not agree on in one random state, or None."""
     pair = Pair(random.Random(seed))
     checks = (
-        _extension, _peers_left, _match, _adoption, _match, _release, _free, _free, _release,
-        _adoption, _allocation,
+        _extension, _peers_left, _match, _adoption, _match, _whole_match, _release, _free, _free,
+        _release, _adoption, _allocation,
     )  # fmt: skip
     for check in checks:
         answers = check(pair)
@@ -280,14 +281,59 @@ def _match(pair: Pair) -> Any:
         answer = pair.books.held(row, pair.mapping, need)
     else:
         cut = dice.randint(0, len(row))
-        parts = [row[cut:], row[:cut]]
-        answer = pair.books.held(parts, pair.mapping, need, len(row))
+        parts: list[torch.Tensor | None] = [row[cut:], row[:cut]]
+        answer = pair.books.held(parts, pair.mapping, need, cut)
         off = dice.choice((-1, 1))
-        if answer == 1 and pair.books.held(parts, pair.mapping, need, len(row) + off) != -1:
+        if answer == 1 and pair.books.held(parts, pair.mapping, need, cut + off) >= 0:
             return "a path of another length"
-    if pair.books.held(row, pair.mapping, len(row) + 1) != -1:
-        return "more is held than there is"
+        if need and pair.books.held([row[:0], None, row], pair.mapping, need, len(row)) > 0:
+            return "a part that is not there"
+    name = pair.books.held(row, pair.mapping, len(row) + 1)
+    since = int(pair.torch.witness.since[pair.torch.full.pages_of(row[:1].long())])
+    if name != -1 - (min(max(int(row[0]), 0), 2**31 - 1) << 31 | since):
+        return "more is held than there is, or by another name"
     return _judged(pair, answer == 1, wrong, before)
+
+
+def _whole_match(pair: Pair) -> Any:
+    """What a tree answers: slots, or a node; and nodes that are shorter than the window."""
+    dice, row = pair.dice, _row(pair)
+    if not len(row):
+        return None
+    window = dice.choice((1, len(row), len(row) + 3, dice.randint(1, len(row))))
+    tail = row[max(0, len(row) - window) :].long()
+    before = pair.state(pair.compiled)
+    wrong = raises(lambda: pair.torch.prove_prefixes([tail], len(tail)))
+    # Nodes 1, 2, 3 … of a path; or what is not one of these.
+    cuts = sorted({0, len(row), *(dice.randint(0, len(row)) for _ in range(dice.randrange(4)))})
+    nodes = {node: row[a:b] for node, (a, b) in enumerate(itertools.pairwise(cuts), start=1)}
+    count, kind = len(nodes), dice.choice(("slots", "node", "node", "odd node", "no slots"))
+    last = nodes.pop(count)
+    match = SimpleNamespace(device_indices=row, device_prefix_len=len(row))
+    match.last_device_node = True if kind == "odd node" else 0
+    tails: dict[int, tuple[list[Any], int]] = {}
+    told = dice.choice(("all", "all", "off", "none"))
+    if kind in ("node", "odd node") and told != "none":
+        name = pair.books.held(last, pair.mapping, len(last) + 1)
+        earlier = sum(map(len, nodes.values())) + (told == "off")
+        tails[name] = [*range(count - 1, 0, -1)], earlier
+
+    def value_of(node: int, part: str) -> torch.Tensor | None:
+        assert part == "full"
+        return nodes[node] if node else None if kind == "no slots" else last
+
+    # Of slots, nobody is asked.
+    asked = None if kind == "slots" else value_of
+    answer = pair.books.proves(match, pair.mapping, window, asked, "full", tails)
+    short = kind == "node" and len(last) < len(tail)
+    if kind in ("odd node", "no slots") or (short and told != "all"):
+        return None if answer == -1 else f"{kind}, {told}: {answer}"
+    if answer not in (-1, len(row)):
+        return f"a match of {len(row)} tokens is said to have {answer}"
+    empty = SimpleNamespace(device_prefix_len=0, last_device_node=0)
+    if pair.books.proves(empty, pair.mapping, window, value_of, "full", {}) != 0:
+        return "no match is not proved"
+    return _judged(pair, answer == len(row), wrong, before)
 
 
 def _take_back(pair: Pair, before: list[Any]) -> None:
@@ -452,14 +498,36 @@ CHANGES |= {
                       "entry > 0 && entry < view->owners;"),
     "page of a path": ("            if (!page)\n                return 0;\n", ""),
     "each page": ("if (slot >= end || slot < end - view->size) {", "if (end < 0) {"),
-    "tail": ("for (int64_t k = slots->count - need; k", "for (int64_t k = 0; k"),
+    "alone: known": ("int known = (slot > 0) & (slot < end);", "int known = slot < end;"),
+    "alone: in the pool": ("int known = (slot > 0) & (slot < end);", "int known = slot > 0;"),
+    "alone: window recycled": ("!known | (stamp < far) |", "!known |"),
+    "alone: full recycled": ("| (stamp < born) | (stamp > view->since", "| (stamp > view->since"),
+    "alone: renewed since": ("| (stamp > view->since[slot]) |\n", "|\n"),
+    "alone: owner": (" |\n               (view->owner[entry] != (int32_t)slot);", ";"),
+    "alone: tail": ("int bad = 0;\n    for (int64_t k = slots->count - need; k",
+                    "int bad = 0;\n    for (int64_t k = 0; k"),
+    "tail": ("born = 0, since = 0;\n    for (int64_t k = slots->count - need; k",
+             "born = 0, since = 0;\n    for (int64_t k = 0; k"),
     "window renewed since": (" | (stamp > since) |", " |"),
-    "window recycled": ("(stamp < far) | (stamp < born)", "(stamp < born)"),
-    "full recycled": ("(stamp < far) | (stamp < born)", "(stamp < far)"),
+    "window recycled": ("if ((stamp < far) | (stamp < born)", "if ((stamp < born)"),
+    "full recycled": ("if ((stamp < far) | (stamp < born)", "if ((stamp < far)"),
     "window owner": (" | (view->owner[entry] != (int32_t)slot))", ")"),
-    "parts count": ("if (right == 1 && total)", "if (0)"),
+    "parts count": ("return right == 1 && total ? -1 : right;", "return right;"),
+    "window of a match": ("need = need < length ? need : length;", ""),
+    "answer": ("PyLong_FromLongLong(right == 1 ? length : -1);",
+               "PyLong_FromLongLong(right ? length : -1);"),
+    "node before": ("if (right < 0 && value_of != Py_None)", "if (0)"),
+    "another kind of node": ("if (node && PyLong_CheckExact(node))", "if (node)"),
+    "slots that are gone": ("if (slots == Py_None)\n            Py_CLEAR(slots);", ""),
+    "no match": ("PyLong_FromLong(length ? -1 : 0);", "PyLong_FromLong(-1);"),
+    "first part not counted": ("total -= k ? count : 0;", "total -= count;"),
+    "name of a slot": ("-1 - (clamp(first, INT32_MAX) << 31 | since)", "-1 - since"),
+    "name of a generation": ("-1 - (clamp(first, INT32_MAX) << 31 | since)",
+                             "-1 - (clamp(first, INT32_MAX) << 31)"),
+    "part that is gone": ("        if (part == Py_None)\n            return -1;\n",
+                          "        if (part == Py_None)\n            continue;\n"),
     "need goes down": ("need -= count < need ? count : need;", ""),
-    "fewer": ("return some && (right || !parts) ? -1 : right;", "return right;"),
+    "fewer": ("if (some && right)\n        right", "if (0)\n        right"),
 }  # fmt: skip
 
 SEEDS = range(1500)

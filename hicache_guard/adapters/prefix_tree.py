@@ -23,7 +23,7 @@ from hicache_guard.adapters import hooks, tree_locks, tree_params
 from hicache_guard.adapters.host_copies import HostTier
 from hicache_guard.adapters.link import AllocatorLink, Factory, link_of
 from hicache_guard.adapters.recorder import request_of
-from hicache_guard.adapters.tree_link import ATTRIBUTE, TreeLink, clip, component
+from hicache_guard.adapters.tree_link import ATTRIBUTE, TreeLink, clip, component, length_of
 from hicache_guard.core.journal import acting_for
 from hicache_guard.core.ledger import FREED
 
@@ -232,15 +232,20 @@ def _match_prefix(original: Method) -> Method:
         if book is None:
             return original(tree, params)
         result = original(tree, params)
-        length = result.device_indices.shape[0] if book.gives_slots else result.device_prefix_len
-        if isinstance(result.last_device_node, book.virtual):
-            return result  # a session's row; see the module of that name
-        if length and not book.holds_match(result, length):
-            proved = book.prove(book.slots_of(result), request_of(params))
-            eagle, floor = _eagle(tree, book), book.floor
-            return clip(
-                original, tree, params, result, proved, book.record, eagle=eagle, floor=floor
-            )
+        length = book.proved_at_once(result)
+        if length < 0:
+            if isinstance(result.last_device_node, book.virtual):
+                return result  # a session's row; see the module of that name
+            length = length_of(result)
+            if book.gathered is not None:
+                book.gathered.append((params, result, length))
+                return result
+            if length and not (book.known(result, length) or book.proved_later(result)):
+                proved = book.prove(book.slots_of(result), request_of(params))
+                eagle, floor = _eagle(tree, book), book.floor
+                return clip(
+                    original, tree, params, result, proved, book.record, eagle=eagle, floor=floor
+                )
         record = book.record
         if record.told:
             record.proved(params, length)

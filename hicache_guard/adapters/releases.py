@@ -71,6 +71,10 @@ _BY_REQUEST = ("cache_unfinished_req", "cache_finished_req")
 _TREE_PARAMETERS = Seam(
     f"{_MEM}.cache_init_params", "CacheInitParams", "tree_params", ("__init__",)
 )
+#: A scheduler matches all requests that wait before it chooses.
+_ROUNDS = Seam(
+    "sglang.srt.managers.schedule_policy", "SchedulePolicy", "scheduling_round", ("calc_priority",)
+)
 #: A session lends its row again from turn to turn.
 _SESSIONS = Seam(
     "sglang.srt.session.streaming_session",
@@ -104,7 +108,7 @@ def _trees(*more: str, legacy: bool) -> tuple[Seam, ...]:
     )
     old = Seam(f"{_MEM}.swa_radix_cache", "SWARadixCache", "prefix_tree", (*_TREE, *_BY_REQUEST))
     both = (old, unified) if legacy else (unified,)
-    return (*both, _SESSIONS, _TREE_PARAMETERS)
+    return (*both, _SESSIONS, _TREE_PARAMETERS, _ROUNDS)
 
 
 _EARLY = "dec_swa_lock_only"
@@ -131,6 +135,17 @@ _TRANSLATIONS = tuple(
         (_DSV4, "DeepSeekV4TokenToKVPool"),
     )
 )
+
+
+def _passed(*more: str) -> Seam:
+    """The pool is passed slots and their translation together."""
+    return Seam(
+        f"{_MEM}.swa_memory_pool", "SWAKVPool", "passed_translation", ("set_kv_buffer", *more)
+    )
+
+
+_PASSED_13_18 = _passed()
+_PASSED_SINCE_19 = _passed("set_mla_kv_buffer")
 _REMEMBERED_TRANSLATIONS = (
     Seam(
         f"{_MEM}.swa_memory_pool",
@@ -286,28 +301,56 @@ RELEASES: dict[str, Release] = {
         ),
         *_alike(
             ("0.5.13", "0.5.13.post1"),
-            (*_until_16(_SINCE_13), *_TREES_UNTIL_13),
+            (*_until_16(_SINCE_13), _PASSED_13_18, *_TREES_UNTIL_13),
             frees_whole_pages=False,
         ),
-        *_alike(("0.5.14",), (*_until_16(_SINCE_13), *_TREES_14_18)),
+        *_alike(("0.5.14",), (*_until_16(_SINCE_13), _PASSED_13_18, *_TREES_14_18)),
         *_alike(
             ("0.5.15", "0.5.15.post1"),
-            (*_until_16(_SINCE_13), *_PURE_WINDOW, *_WRITERS_15_16, *_TREES_14_18),
+            (
+                *_until_16(_SINCE_13),
+                _PASSED_13_18,
+                *_PURE_WINDOW,
+                *_WRITERS_15_16,
+                *_TREES_14_18,
+            ),
         ),
         *_alike(
             ("0.5.16",),
-            (*_until_16(_SINCE_13, "resize"), *_PURE_WINDOW, *_WRITERS_15_16, *_TREES_14_18),
+            (
+                *_until_16(_SINCE_13, "resize"),
+                _PASSED_13_18,
+                *_PURE_WINDOW,
+                *_WRITERS_15_16,
+                *_TREES_14_18,
+            ),
         ),
-        *_alike(("0.5.17",), (*_17_to_19(_BASE), *_PURE_WINDOW, *_WRITERS_17_18, *_TREES_14_18)),
+        *_alike(
+            ("0.5.17",),
+            (
+                *_17_to_19(_BASE),
+                _PASSED_13_18,
+                *_PURE_WINDOW,
+                *_WRITERS_17_18,
+                *_TREES_14_18,
+            ),
+        ),
         *_alike(
             ("0.5.18",),
-            (*_17_to_19(_HYBRID), *_PURE_WINDOW, *_WRITERS_17_18, *_TREES_14_18),
+            (
+                *_17_to_19(_HYBRID),
+                _PASSED_13_18,
+                *_PURE_WINDOW,
+                *_WRITERS_17_18,
+                *_TREES_14_18,
+            ),
             deferred_frees=frozenset({"free", "free_swa"}),
         ),
         *_alike(
             ("0.5.19",),
             (
                 *_17_to_19(_HYBRID, "clear_full_to_swa_mapping", "free_full"),
+                _PASSED_SINCE_19,
                 *_PURE_WINDOW,
                 *_TREES_19_20,
             ),
@@ -323,7 +366,7 @@ RELEASES: dict[str, Release] = {
             )
             for release in _alike(
                 versions,
-                (*_SINCE_20, *trees),
+                (*_SINCE_20, _PASSED_SINCE_19, *trees),
                 deferred_frees=frozenset(),
                 resolves_in_group=True,
                 segment_frees=True,

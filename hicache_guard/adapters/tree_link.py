@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from hicache_guard.core.proof import Adopted, Proved
 
 #: The attribute under which a tree holds its link.
 ATTRIBUTE = "_hicache_guard_tree"
-#: Nodes whose tails are remembered, and how many nodes such a tail may have.
+#: Nodes before which it is remembered what comes, and how many nodes that may be.
 MAX_REMEMBERED, MAX_TAIL = 16_384, 16
 
 
@@ -44,7 +46,11 @@ class TreeLink:
         self.need = int(tree.sliding_window_size or 0) if gates else 0
         self.page_size = int(tree.page_size)
         self.core: Any = getattr(tree, "tree_core", None)
-        self.value_of: Any = getattr(self.core, "get_component_device_value", None)
+        #: Whether a match says which slots it found, and not only the node.
+        self.gives_slots = _gives_slots()
+        #: The slots of a node, by the node and the part of the tree; None where matches give them.
+        value_of = getattr(self.core, "get_component_device_value", None)
+        self.value_of: Any = None if self.gives_slots else value_of
         self.tier: HostTier | None = None
         self.request: str | None = None
         self.allocated: int | None = None
@@ -54,10 +60,14 @@ class TreeLink:
         self.clips = self.guard.mode is not Mode.OBSERVE
         self.virtual: Any = _virtual_node()
         self.full, self.window = component("FULL"), component("SWA")
-        #: Whether a match says which slots it found, and not only the node.
-        self.gives_slots = _gives_slots()
-        #: For nodes shorter than the window, where that is; see ``held_in_tail``.
-        self.tails: dict[Any, tuple[list[Any], int]] = {}
+        #: While a scheduling round is gathered: the parameters, result and length of each match.
+        self.gathered: list[tuple[Any, Any, int]] | None = None
+        self.found: list[tuple[Any, Any, int]] = []
+        #: What was found whole in the last round, and the operation and mapping of then.
+        self.whole: set[tuple[Any, int]] = set()
+        self._marked = (-1, -1)
+        #: What comes before nodes that are shorter than the window; see ``proved_later``.
+        self.tails: dict[int, tuple[list[Any], int]] = {}
 
     def judged(self, name: str, request: str | None, check: Callable[[], Any]) -> Any:
         """As ``AllocatorLink.judged``; else on behalf of the request whose method runs."""
@@ -89,45 +99,6 @@ class TreeLink:
             return found
         return self.path_to(result.last_device_node)[: result.device_prefix_len]
 
-    def held_in_tail(self, node: Any, mapping: torch.Tensor, need: int) -> bool:
-        """As ``Books.held``, of a path whose last node is shorter than the window.
-
-        Which nodes are the tail is found once and remembered. A split leaves the lower part its
-        id, so the tail that is remembered is whole for as long as it has as many slots.
-        """
-        books, value = self.guard.compiled, self.value_of
-        assert books is not None
-        nodes, total = self.tails.get(node) or self._find_tail(node, need)
-        if nodes:
-            full = self.full
-            parts = [value(each, full) for each in nodes]
-            if all(part is not None for part in parts):
-                held = books.held(parts, mapping, need, total)
-                if held >= 0:
-                    return held > 0
-            self.tails.pop(node, None)  # split, or evicted: found anew the next time
-        return books.held(self.path_to(node), mapping, need) > 0
-
-    def _find_tail(self, node: Any, need: int) -> tuple[list[Any], int]:
-        """The last nodes of a path, the last first, that have ``need`` tokens, and how many.
-
-        None where a core does not tell of its paths, or they are many.
-        """
-        nodes: list[Any] = []
-        total = 0
-        if hasattr(self.core, "collect_path_info"):
-            for span in reversed(self.core.collect_path_info([node])[0]):
-                nodes.append(span.node_id)
-                total += span.path_end - span.path_start
-                if total >= need or len(nodes) > MAX_TAIL:
-                    break
-        if len(nodes) > MAX_TAIL:
-            nodes = []
-        if len(self.tails) >= MAX_REMEMBERED:
-            self.tails.clear()
-        self.tails[node] = nodes, total
-        return nodes, total
-
     def path_to(self, node: Any) -> torch.Tensor:
         """The full slots (int64) on the path from the root to a node."""
         if self.core is not None and hasattr(self.core, "collect_full_device_indices"):
@@ -150,23 +121,100 @@ class TreeLink:
         need = self.need if self.need < length else length
         return books.held(slots, self.link.state["full_to_swa_index_mapping"], need) > 0
 
-    def holds_match(self, result: Any, length: int) -> bool:
-        """Whether a match of ``length`` tokens is proved at once."""
-        if self.gives_slots:
-            return self.holds(result.device_indices, length)
+    def proved_at_once(self, result: Any) -> int:
+        """The length of a match that can be proved by a look at the end of its path, else -1."""
         guard = self.guard
         books = guard.compiled
         if books is None or guard.trees_suspect:
-            return False
-        node, need = result.last_device_node, self.need if self.need < length else length
-        last = self.value_of(node, self.full)
-        if last is None:
-            return self.holds(self.path_to(node)[:length], length)
+            return -1
+        if self.gives_slots and isinstance(result.last_device_node, self.virtual):
+            return -1
         mapping = self.state["full_to_swa_index_mapping"]
-        held = books.held(last, mapping, need)
-        if held < 0:  # the node is shorter than the window
-            return self.held_in_tail(node, mapping, need)
-        return held > 0
+        return books.proves(result, mapping, self.need, self.value_of, self.full, self.tails)
+
+    def proved_later(self, result: Any) -> bool:
+        """As ``proved_at_once``, of a match whose last node is shorter than the window.
+
+        By its path; what comes before the node is remembered by the name of its slots, so that the
+        next match ends at once: what a match splits off a node has the same before it. A split
+        leaves the lower part its id, so nodes are whole for as long as they have as many slots.
+        """
+        books = self.guard.compiled
+        if books is None or self.guard.trees_suspect or self.gives_slots:
+            return False
+        length, node = result.device_prefix_len, result.last_device_node
+        if not self.holds(self.path_to(node)[:length], length):
+            return False
+        last = self.value_of(node, self.full)
+        if last is not None:
+            if len(self.tails) >= MAX_REMEMBERED:
+                self.tails.clear()
+            name = books.held(last, self.state["full_to_swa_index_mapping"], last.shape[0] + 1)
+            self.tails[name] = self._find_tail(node)
+        return True
+
+    def _find_tail(self, node: Any) -> tuple[list[Any], int]:
+        """The nodes before the last of a path, the last first, for a window; and their slots.
+
+        None where a core does not tell of its paths, or they are many.
+        """
+        nodes: list[Any] = []
+        total = 0
+        if hasattr(self.core, "collect_path_info"):
+            for span in self.core.collect_path_info([node])[0][-2::-1]:
+                nodes.append(span.node_id)
+                total += span.path_end - span.path_start
+                if total >= self.need or len(nodes) > MAX_TAIL:
+                    break
+        return (nodes, total) if len(nodes) <= MAX_TAIL else ([], 0)
+
+    # -- scheduling rounds -------------------------------------------------------------------
+
+    def waits(self) -> bool:
+        """Whether the proof of a match may have to wait for a device."""
+        at_once = self.guard.compiled is not None and not self.guard.trees_suspect
+        return self.clips and not at_once
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Matches are taken as the release finds them, to be proved by ``settle``."""
+        self.gathered = []
+        try:
+            yield
+        finally:
+            self.found, self.gathered = self.gathered, None
+
+    def settle(self) -> bool:
+        """Whether all gathered matches are whole; each that is is ``known`` until KV changes."""
+        found, self.found = self.found, []
+        paths = {self._key(result, length): result for _, result, length in found if length}
+        whole: list[bool] = []
+        if paths:
+            slots = [self.slots_of(result) for result in paths.values()]
+            check = partial(self.guard.whole_prefixes, slots, self.need)
+            whole = self.judged("match_prefix", None, check)
+        self.whole = {key for key, right in zip(paths, whole, strict=True) if right}
+        self._mark()
+        if not all(whole):
+            return False
+        for params, _, length in found:
+            self.record.proved(params, length)
+        return True
+
+    def known(self, result: Any, length: int) -> bool:
+        """Whether a match was found whole in this round, and no KV has changed since."""
+        mapping: torch.Tensor = self.state["full_to_swa_index_mapping"]
+        same = self._marked == (self.guard.serial, mapping._version)
+        return same and self._key(result, length) in self.whole
+
+    def _mark(self) -> None:
+        mapping: torch.Tensor = self.state["full_to_swa_index_mapping"]
+        self._marked = self.guard.serial, mapping._version
+
+    @staticmethod
+    def _key(result: Any, length: int) -> tuple[Any, int]:
+        # A split leaves the lower part of a node its identity, and its path.
+        return result.last_device_node, length
 
     def overlap(self, tree: Any, key: Any) -> list[tuple[torch.Tensor, bool]] | None:
         """The nodes that ``key`` would be inserted over: full slots, and whether with window KV.
@@ -234,10 +282,13 @@ class TreeLink:
 
     def prove(self, path: torch.Tensor, request: str | None) -> Proved:
         """Which resume points of a path can be proved; slot by slot."""
-        paths = [path]
+        paths, current = [path], self._marked
         found: list[Proved] = self.judged(
             "match_prefix", request, lambda: self.guard.prove_prefixes(paths, self.need)
         )
+        mapping: torch.Tensor = self.state["full_to_swa_index_mapping"]
+        if current == (self.guard.serial - 1, mapping._version):
+            self._mark()  # a look changes nothing
         return found[0]
 
 

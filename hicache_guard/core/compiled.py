@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -111,7 +112,7 @@ class Books(Protocol):
 
     def held(
         self,
-        slots: torch.Tensor | list[torch.Tensor],
+        slots: torch.Tensor | list[torch.Tensor | None],
         mapping: torch.Tensor,
         need: int,
         total: int = ...,
@@ -119,8 +120,27 @@ class Books(Protocol):
     ) -> int:
         """1 where a tree holds the last ``need`` of ``slots`` as it took them over, 0 where not.
 
-        -1 where there are fewer slots. With ``total`` the slots come in
-        parts, the last first; -1 as well where these are not ``total`` slots.
+        Below 0 where there are fewer slots: a number by which they are known again for as long as
+        a tree holds the first of them. With ``total`` the slots come in parts, the last first;
+        below 0 as well where a part is None, or all but the last are not ``total`` slots.
+        """
+
+    def proves(
+        self,
+        match: Any,
+        mapping: torch.Tensor,
+        window: int,
+        value_of: Callable[[Any, Any], torch.Tensor | None] | None,
+        full: Any,
+        tails: dict[int, tuple[list[Any], int]],
+        /,
+    ) -> int:
+        """The length of a ``match`` whose last ``window`` tokens are ``held``; -1 if unsaid.
+
+        A match names its slots (``device_indices``), or with ``value_of`` its last node, of which
+        ``value_of(node, full)`` tells the slots. ``tails`` tells, by what ``held`` knows the slots
+        of a shorter node by, which nodes come before it, the last first, and how many slots these
+        have.
         """
 
     def touched(self, side: int, page: int, /) -> list[tuple[int, int]]:

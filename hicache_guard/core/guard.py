@@ -193,7 +193,7 @@ class PoolGuard:
             count = verdict.count
         return count
 
-    def wait_for(self, verdict: Verdict | Vetted) -> None:
+    def wait_for(self, verdict: Verdict | Vetted | HostCopy) -> None:
         """Block until the verdict is on the host; counted where it really had to wait."""
         if not verdict.arrived():
             self.tally.waits += 1
@@ -1196,6 +1196,22 @@ class PoolGuard:
             "window": (Window(need), live),
         }
         return Proved.of(candidates, groups)
+
+    def whole_prefixes(self, paths: Sequence[torch.Tensor], need: int) -> list[bool]:
+        """Which matched paths are proved whole, by the rules of ``prove_prefixes``.
+
+        For all waiting requests of a scheduling round: one gather and one host read for all of
+        them. Nothing is reported; what is not whole is to be judged for the request that it is of.
+        """
+        lengths = [path.shape[0] for path in paths]
+        slots = torch.cat(list(paths))
+        live = self.witness.live(slots, self.map, self._entries(slots))
+        bad = torch.where(_tails(lengths, need, slots.device), ~live, ~self.witness.resident(slots))
+        which = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+        count = torch.zeros(len(lengths), dtype=torch.int64, device=slots.device)
+        answer = HostCopy(count.index_add_(0, which.to(slots.device), bad.long()))
+        self.wait_for(answer)
+        return [not wrong for wrong in answer.values()]
 
     # -- whole-pool events ---------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from hicache_guard.adapters.hooks import running_version
-from hicache_guard.core import backlog, compiled, translation, verdict
+from hicache_guard.core import backlog, compiled, guard, translation, verdict
 from hicache_guard.repro import pools
 from real.driver import Pair, raw_free, sub_allocators
 
@@ -45,7 +45,7 @@ class Withheld(verdict.HostCopy):
 def withhold() -> None:
     """From now on nothing arrives by itself, and nothing is compiled: as on a device."""
     os.environ[compiled.SWITCH] = "0"
-    for module in (verdict, backlog, translation):
+    for module in (verdict, backlog, translation, guard):
         module.HostCopy = Withheld  # type: ignore[attr-defined]
     Withheld.released, Withheld.waits = False, 0
 
