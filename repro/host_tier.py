@@ -9,7 +9,9 @@ CUDA is replaced, see ``_shim``:
   no build for a CPU, by an indexed copy of torch;
 * host memory that is registered with CUDA, by ordinary memory;
 * up to 0.5.13 the import of ``sgl_kernel.kvcacheio``, which nobody asks for there but the module;
-* the 10 GiB of RAM that a host pool must leave free: ours are kilobytes.
+* the 10 GiB of RAM that a host pool must leave free: ours are kilobytes;
+* with a storage, since 0.5.15, the C++ in which a page's key is computed, which would be compiled
+  first: by the same SHA-256 in Python.
 
 Streams and events are those of ``torch.cpu``, which do nothing. So a copy is over when it was
 submitted, but not before: loads wait in the controller's queue until ``start_loads``, as on a
@@ -23,12 +25,15 @@ here knows of the guard.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import ModuleType
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -146,6 +151,42 @@ def write(
             buffer[target[there]] = known[there, side]
 
 
+class ForwardPass:
+    """A forward pass that stores KV as the release's attention backends do.
+
+    The window slots of its full slots are read once, when it begins, and every layer stores by
+    them. Up to 0.5.12.post1 the pool keeps them; since 0.5.13 each write passes them along.
+    """
+
+    def __init__(
+        self, server: scheduling.Server, slots: torch.Tensor, tokens: Sequence[int], start: int
+    ) -> None:
+        self.server, self.slots, self.tokens, self.start = server, slots, tokens, start
+        self.pool = server.allocator.get_kvcache()
+        self.translation: torch.Tensor = self.pool.translate_loc_from_full_to_swa(slots)
+        if hasattr(self.pool, "set_swa_loc"):
+            self.pool.set_swa_loc(self.translation)
+
+    def store(self, layer: int) -> None:
+        """One layer stores the KV of the pass, by the pool's own ``set_kv_buffer``."""
+        known = pattern(self.tokens, self.start, layer, words(self.server, layer)[0].shape[1])
+        rows = self.pool.get_key_buffer(layer)
+        key, value = (
+            known[:, side].contiguous().view(rows.dtype).view(len(self.tokens), *rows.shape[1:])
+            for side in range(2)
+        )
+        where: Any = self.slots
+        named: dict[str, Any] = {}
+        expected = inspect.signature(self.pool.set_kv_buffer).parameters
+        if "loc_info" in expected:  # since 0.5.14
+            from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+            where = KVWriteLoc(self.slots, self.translation)
+        elif "swa_loc" in expected:  # 0.5.13
+            named["swa_loc"] = self.translation
+        self.pool.set_kv_buffer(SimpleNamespace(layer_id=layer), where, key, value, **named)
+
+
 def read(server: scheduling.Server, layer: int, slots: torch.Tensor) -> torch.Tensor:
     """What attention in this layer reads for these full slots, to be compared with ``pattern``."""
     source = _slots(server, layer, slots)
@@ -159,11 +200,73 @@ def scrub(server: scheduling.Server) -> None:
             buffer.fill_(-1)
 
 
+class PageKeys:
+    """A storage's keys of pages: SHA-256 of the page's tokens, four bytes each, after the last."""
+
+    @staticmethod
+    def get_hash(
+        tokens: Sequence[int],
+        length: int,
+        width: int,
+        bigrams: bool,
+        before: bytes | None,
+        page_size: int | None,
+    ) -> str | list[str]:
+        assert not bigrams, "no model here has bigrams"
+        keys: list[str] = []
+        key = before or b""
+        for start in range(0, length, page_size or max(length, 1)):
+            page = tokens[start : min(start + (page_size or length), length)]
+            key = hashlib.sha256(key + b"".join(t.to_bytes(4, "little") for t in page)).digest()
+            keys.append(key.hex())
+        return keys if page_size else keys[0]
+
+
+def _storing(folder: str) -> dict[str, Any]:
+    """The settings of a file backend that keeps every page, and waits for what it fetches."""
+    from sglang.srt.environ import envs
+
+    envs.SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR.set(folder)
+    with suppress(ImportError):
+        native: Any = importlib.import_module("sglang.srt.mem_cache.cpp_utils.native_hash")
+        native._load_native_hash_module = lambda: PageKeys
+    return {
+        "hicache_storage_backend": "file",
+        "hicache_storage_prefetch_policy": "wait_complete",
+        "hicache_storage_backend_extra_config": '{"prefetch_threshold": 1}',
+    }
+
+
+def _group_of_one() -> None:
+    """This process stands alone: a storage backend names its rank in each key."""
+    from sglang.srt.distributed import parallel_state
+
+    if not torch.distributed.is_initialized():
+        with tempfile.TemporaryDirectory() as folder:
+            parallel_state.init_distributed_environment(1, 0, f"file://{folder}/meet", 0, "gloo")
+            parallel_state.initialize_model_parallel()
+    with suppress(ImportError):
+        from sglang.srt.runtime_context import get_parallel
+
+        if hasattr(get_parallel(), "override_permanently"):  # since 0.5.21 a launcher says it
+            ranks = ("tp_rank", "pp_rank", "attn_tp_rank", "attn_dp_rank", "attn_cp_rank")
+            get_parallel().override_permanently(**dict.fromkeys(ranks, 0))
+
+
 class HostTier:
     """HiCache on the unified tree of a server, and when its background work is done."""
 
-    def __init__(self, server: scheduling.Server, policy: str, *, ratio: float = 2.0) -> None:
+    def __init__(
+        self,
+        server: scheduling.Server,
+        policy: str,
+        *,
+        ratio: float = 2.0,
+        storage: str | None = None,
+    ) -> None:
         """Each host pool has ``ratio`` times the slots of its device pool, and a page.
+
+        ``storage`` is a folder for the release's own file backend (since 0.5.13), the third tier.
 
         Up to 0.5.14 a host pool must be larger than its device pool. The tree must be empty. What
         is too little to be worth a load for a server is loaded here: the threshold is one token.
@@ -181,8 +284,11 @@ class HostTier:
             hicache_write_policy=policy,
             hicache_io_backend="direct",
             hicache_mem_layout="layer_first",
+            **({} if storage is None else _storing(storage)),
         )
         set_global_server_args_for_scheduler(server.arguments)
+        if storage is not None:
+            _group_of_one()
         parameters = CacheInitParams(
             disable=False,
             req_to_token_pool=server.rows,
@@ -192,6 +298,12 @@ class HostTier:
         )
         self.tree.init_hicache(server.arguments, parameters)
         self.tree.load_back_threshold = 1
+        for pool in self.host_pools():
+            pool.pin_memory = False
+
+    def close(self) -> None:
+        """Stop the threads of a storage backend."""
+        self.tree.cache_controller.storage_stop_event.set()
 
     def host_pools(self) -> tuple[Any, Any]:
         """(full, window)."""
@@ -272,6 +384,50 @@ class HostTier:
     def finish_loads(self) -> None:
         """Take in the loads that are done: what they brought can be evicted from now on."""
         self.tree.loading_check()
+
+    # --- storage -------------------------------------------------------------------------------
+
+    def settle_storage(self) -> None:
+        """Wait until all that is backed up on the host is in the storage, too."""
+        self.until(lambda: not self.tree.ongoing_backup)
+
+    def prefetch(self, req: Any) -> Any:
+        """Ask the storage for what a matched request has neither on the device nor on the host.
+
+        As the scheduler does when a request comes in; returns what the progress is asked by.
+        """
+        tree, whole = self.tree, list(req.origin_input_ids)
+        matched = self.server.prefix_length(req) + int(req.host_hit_length)
+        node = req.last_host_node
+        told = inspect.signature(tree.prefetch_from_storage).parameters
+        last_hash = (
+            tree.get_last_hash_value(node)
+            if hasattr(tree, "get_last_hash_value")
+            else node.get_last_hash_value()
+        )
+        name = req.rid if "req_id" in told else req.cache_request_handle
+        known = {
+            "matched_prefix_tokens": whole[:matched],
+            "extra_key": req.extra_key,
+            "cache_salt": getattr(req, "cache_salt", None),
+        }
+        tokens = self.server._ids(whole[matched : len(whole) - 1])
+        more = {key: value for key, value in known.items() if key in told}
+        tree.prefetch_from_storage(name, node, tokens, last_hash, None, **more)
+        return name
+
+    def finish_prefetch(self, name: Any) -> None:
+        """Wait until what was asked for is on the host, or is known not to be there."""
+        self.until(lambda: bool(self.tree.check_prefetch_progress(name)))
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Poll as the scheduler does, while the controller's threads work."""
+        for _ in range(2000):
+            self.poll()
+            if done():
+                return
+            time.sleep(0.005)
+        raise TimeoutError("the storage backend does not end")
 
     # --- the host alone ------------------------------------------------------------------------
 

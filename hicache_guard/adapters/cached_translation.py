@@ -58,10 +58,13 @@ def _store(
     return result
 
 
-def set_swa_loc(original: Method, pool: Any, loc: torch.Tensor) -> None:
+def set_swa_loc(original: Method, pool: Any, loc: torch.Tensor | None) -> None:
     original(pool, loc)
-    # The slots that ``loc`` was translated from are not told; the first write shows them.
+    # The slots that ``loc`` was translated from are not told; the first write shows them. It is
+    # worth something only if the mapping is then as it is now.
     vars(pool).pop(_WITNESS, None)
+    if loc is not None and pool.full_to_swa_index_mapping is not None:
+        vars(pool)[_WITNESS] = Remembered(loc, None, pool.full_to_swa_index_mapping)
 
 
 def set_kv_buffer(
@@ -69,8 +72,8 @@ def set_kv_buffer(
 ) -> Any:
     remembered = pool.swa_loc
     if remembered is not None and pool.layers_mapping[layer.layer_id][1]:
-        witness = vars(pool).get(_WITNESS)
-        if witness is None:
+        witness, mapping = vars(pool).get(_WITNESS), pool.full_to_swa_index_mapping
+        if witness is not None and witness.for_nobody and witness.in_epoch(remembered, mapping):
             _remember(pool, remembered, loc)
         pool.swa_loc = _checked(pool, remembered, loc)
     return original(pool, layer, loc, *args, **kwargs)
@@ -86,16 +89,21 @@ def _checked(pool: Any, remembered: torch.Tensor, slots: torch.Tensor) -> torch.
     witness = vars(pool).get(_WITNESS)
     if witness is not None and witness.holds(remembered, slots, mapping):
         return remembered
+    used = compared(pool, remembered, slots)
+    if used is not remembered:
+        _remember(pool, used, slots)
+    return used
+
+
+def compared(pool: Any, remembered: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The translation to use for ``slots``, after a comparison with a fresh one; see above."""
     fresh: torch.Tensor = pool.translate_loc_from_full_to_swa(slots)
     link, current = link_of(pool), settings()
     difference = Difference(slots, remembered, fresh)
     if current.mode is Mode.STRICT:
         difference.wait()
     watch(Watched(difference, sys._getframe(2), link.guard if link is not None else None))
-    if current.mode is Mode.ENFORCE:
-        _remember(pool, fresh, slots)
-        return fresh
-    return remembered
+    return fresh if current.mode is Mode.ENFORCE else remembered
 
 
 class Watched:

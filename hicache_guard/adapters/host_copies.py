@@ -4,20 +4,37 @@ Watched are ``write`` and ``load`` of the controller that queues the copies, and
 host pools; objects, not classes, since their modules cannot be imported everywhere. Only what the
 tree can prove is given a print on its way to the host; what a load-back would bring must bear the
 prints of the prefix that it is loaded for, or nothing is loaded (enforce). SGLang takes that for a
-lack of memory, and the prefix is computed again. A page that came from a storage backend bears no
-print; the storage's own hash chain vouches for it.
+lack of memory, and the prefix is computed again.
+
+Also watched is the tree's own list of fetches from a storage backend: what a fetch takes of the
+host, and when it is over. What it brings gets the prints of the request that it is for; where that
+is not known, the storage's own hash chain vouches. That the storage gives back what was given to it
+nobody can see from here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from hicache_guard.adapters import retraction
+from hicache_guard.adapters.host_flights import Flight, Flights, Look
 from hicache_guard.adapters.link import AllocatorLink
-from hicache_guard.core.contents import UNKNOWN, Contents, Numbers, prints
+from hicache_guard.adapters.recorder import request_of
+from hicache_guard.core.contents import (
+    UNKNOWN,
+    VOUCHED,
+    Contents,
+    Numbers,
+    fitted,
+    prints,
+    ticket,
+    wrong_pages,
+)
 from hicache_guard.core.faults import Fault
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.report import Violation, describe_operation
@@ -26,12 +43,22 @@ from hicache_guard.core.report import Violation, describe_operation
 ATTRIBUTE = "_hicache_guard_contents"
 
 
+@dataclass
+class Fetch:
+    """A fetch from a storage backend: its ticket, and the prints of what it is for, if known."""
+
+    ticket: int
+    prints: Numbers | None
+    taken: bool = False
+
+
 class HostTier:
     """What is known of the KV of a tree that has a host tier.
 
     ``full`` and ``window`` are the device pages, by what the tree holds there, or was loaded to
     them. While a load-back runs, ``expected`` are the prints of the prefix that it is for, page by
-    page, None where nobody can tell; ``stored`` says whether pages may come from a storage backend.
+    page, None where nobody can tell. ``asked`` is the last match, of a tree with a storage backend:
+    its parameters and its result; ``fetches`` are under way, by the tree's name for each.
     """
 
     def __init__(self, link: AllocatorLink, tree: Any) -> None:
@@ -42,19 +69,32 @@ class HostTier:
         self.page_size = page_size
         self.tree = tree
         self.loading = False
-        self.stored = False
         self.expected: Numbers | None = None
+        self.asked: tuple[Any, Any] | None = None
+        self.fetches: dict[Any, Fetch] = {}
+        self.flights = Flights(tree.cache_controller, self.page_size, self._freed_in_flight)
+        self._tickets = 0
 
     def watch(self) -> None:
         """Follow the copies of the tree's controller from now on."""
         controller = self.tree.cache_controller
         for entry in controller.mem_pool_host.entries:
             _watch_alloc(entry.host_pool)
+        self.flights.watch()
         _watch_controller(self, controller)
+        _watch_storing(self, controller)
+        retraction.watch(self)
+        self._watch_fetches()
+        if getattr(self.tree, "enable_storage", False):
+            _watch_matches(self)
+
+    def _watch_fetches(self) -> None:
+        if hasattr(self.tree, "ongoing_prefetch"):  # since 0.5.13
+            self.tree.ongoing_prefetch = Fetches(self, self.tree.ongoing_prefetch)
 
     def inserted(self, key: Any, slots: torch.Tensor, start: int) -> None:
         """The tree took over ``slots[start:]``, the pages of ``key``."""
-        tokens = key.raw_token_ids() if hasattr(key, "raw_token_ids") else key.token_ids
+        tokens = _tokens(key)
         found = prints(tokens[: slots.shape[0]], self.page_size, *_namespace(key))
         first = -(-start // self.page_size)
         rows = _numbers(slots)[first * self.page_size :]
@@ -62,7 +102,7 @@ class HostTier:
 
     def expect(self, req: Any) -> None:
         """A load-back for a request begins, or for nobody that is known."""
-        self.loading, self.stored = True, bool(self.tree.enable_storage)
+        self.loading = True
         if req is not None:
             tokens = [*req.origin_input_ids, *req.output_ids]
             self.expected = prints(tokens, self.page_size, *_namespace(req))
@@ -71,6 +111,10 @@ class HostTier:
         """The tree was emptied."""
         self.full.forget()
         self.window.forget()
+        self.fetches.clear()
+        self.flights.forget()
+        self.asked = None
+        self._watch_fetches()
 
     def done(self) -> None:
         """The load-back ended."""
@@ -101,24 +145,99 @@ class HostTier:
         size = self.page_size
         entries = self.link.guard.map.mapping.index_select(0, path)
         full, window = self.full.read(_numbers(path)), self.window.read(_numbers(entries))
-        due = full if self.expected is None else _fitted(self.expected, full.shape[0])
+        due = full if self.expected is None else fitted(self.expected, full.shape[0])
         masks = []
         for found in (full, window):
-            good = (found == due) & (due != UNKNOWN)
-            if self.stored:
-                good |= found == UNKNOWN
+            good = (found == due) & (due != UNKNOWN) | (found == VOUCHED)
             mask = torch.from_numpy(np.repeat(good, size)[: path.shape[0]])
             masks.append(mask.to(path.device))
         return masks[0], masks[1]
 
+    # -- fetches from a storage backend ----------------------------------------------------------
+
+    def fetch_takes(self, name: Any, entry: Any) -> None:
+        """A fetch is entered into the tree's list, or what it takes of the host is."""
+        fetch = self.fetches.get(name)
+        if fetch is None:
+            fetch = Fetch(self.next_ticket(), self._prints_for(name, entry[1]))
+            self.fetches[name] = fetch
+        if entry[2] is None or fetch.taken:
+            return
+        fetch.taken = True
+        self._host_contents().write(_numbers(entry[2]), fetch.ticket)
+        for part in _staged(entry):
+            self._host_contents(part).write(_numbers(part.host_indices), fetch.ticket)
+
+    def fetch_ends(self, name: Any, entry: Any) -> None:
+        """A fetch leaves the tree's list: what it brought is in the tree, or given back."""
+        fetch = self.fetches.pop(name, None)
+        if fetch is None or not fetch.taken:
+            return
+        operation, size = entry[3], self.page_size
+        slots = _numbers(entry[2])[: int(operation.completed_tokens) // size * size]
+        found = VOUCHED if fetch.prints is None else fitted(fetch.prints, len(slots) // size)
+        self._host_contents().exchange(slots, fetch.ticket, found)
+        places = {key: page for page, key in enumerate(operation.hash_value or ())}
+        for part in _staged(entry):
+            pages = [places.get(key, -1) for key in part.keys or ()]
+            slots = _numbers(part.host_indices)[: len(pages) * size]
+            if fetch.prints is None:
+                found = VOUCHED
+            else:
+                # A place that is not among them is the UNKNOWN at the end.
+                chosen = fitted(fetch.prints, len(fetch.prints) + 1)
+                found = chosen[np.asarray(pages, dtype=np.int64)][: -(-slots.shape[0] // size)]
+            self._host_contents(part).exchange(slots, fetch.ticket, found)
+
+    def next_ticket(self) -> int:
+        """A ticket that nobody has yet."""
+        self._tickets += 1
+        return ticket(self._tickets)
+
+    @staticmethod
+    def contents_of(pool: Any) -> Contents:
+        """As the function of that name."""
+        return contents_of(pool)
+
+    def _prints_for(self, name: Any, key: Any) -> Numbers | None:
+        """The prints of what a fetch is for, which goes on where the last match ended."""
+        if self.asked is None:
+            return None
+        params, result = self.asked
+        if request_of(params) not in (None, getattr(name, "rid", name)):
+            return None
+        found = getattr(result, "device_indices", None)
+        start = int(result.device_prefix_len if found is None else found.shape[0])
+        start += int(result.host_hit_length)
+        whole, more = _tokens(params.key), _tokens(key)
+        both = min(len(whole) - start, len(more))
+        if both < 0 or start % self.page_size or list(whole[start:][:both]) != list(more[:both]):
+            return None
+        return prints([*whole[:start], *more], self.page_size, *_namespace(key))[
+            start // self.page_size :
+        ]
+
+    def _host_contents(self, part: Any = None) -> Contents:
+        """What the full host pool holds, or that of a transfer of window KV."""
+        host = self.tree.cache_controller.mem_pool_host
+        entry = host.anchor_entry if part is None else host.entry_map[part.name]
+        return contents_of(entry.host_pool)
+
     def refuses(self, pages: int) -> bool:
         """Report that ``pages`` of a load-back are not this prefix's; False where that is all."""
+        return self._report(Fault.STALE_HOST_COPY, "load", pages)
+
+    def _freed_in_flight(self, pages: int) -> bool:
+        """Report that host ``pages`` are freed under a copy; False where that is all."""
+        return self._report(Fault.FREED_IN_FLIGHT, "free of host pages", pages)
+
+    def _report(self, fault: Fault, name: str, pages: int) -> bool:
         guard = self.link.guard
-        with self.link.operation("load"):
+        with self.link.operation(name):
             operation = guard.current
             guard.count(
                 Violation(
-                    fault=Fault.STALE_HOST_COPY,
+                    fault=fault,
                     pool="host",
                     slot=-1,
                     page=-1,
@@ -154,6 +273,58 @@ def _window_parts(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     return [part for part in transfers or () if part.name.name == "SWA"]
 
 
+def _staged(entry: Any) -> list[Any]:
+    """The transfers of window KV of a fetch that have their place on the host."""
+    parts = [part for parts in entry[5].values() for part in parts]
+    return [part for part in parts if part.name.name == "SWA" and part.host_indices is not None]
+
+
+def _tokens(key: Any) -> Sequence[int]:
+    """The tokens of a key."""
+    found: Sequence[int] = key.raw_token_ids() if hasattr(key, "raw_token_ids") else key.token_ids
+    return found
+
+
+class Fetches(dict[Any, Any]):
+    """A tree's list of the fetches that are under way, which says who comes and who goes.
+
+    Every release enters a fetch when it is asked for, again when its place on the host is known,
+    and takes it out when what it brought was taken over, or given back.
+    """
+
+    def __init__(self, tier: HostTier, entries: Mapping[Any, Any]) -> None:
+        super().__init__(entries)
+        self._tier = tier
+
+    def __setitem__(self, name: Any, entry: Any) -> None:
+        super().__setitem__(name, entry)
+        self._tier.fetch_takes(name, entry)
+
+    def __delitem__(self, name: Any) -> None:
+        entry = self[name]
+        super().__delitem__(name)
+        self._tier.fetch_ends(name, entry)
+
+    def pop(self, name: Any, *default: Any) -> Any:
+        if name in self:
+            entry = self[name]
+            del self[name]
+            return entry
+        return super().pop(name, *default)
+
+
+def _watch_matches(tier: HostTier) -> None:
+    """Remember what was asked last, and what was found: a fetch goes on from there."""
+    original = tier.tree.match_prefix
+
+    def match_prefix(params: Any) -> Any:
+        result = original(params)
+        tier.asked = params, result
+        return result
+
+    tier.tree.match_prefix = match_prefix
+
+
 def _watch_alloc(pool: Any) -> None:
     """What a host page held is not known any more once it is handed out."""
     original = pool.alloc
@@ -169,65 +340,70 @@ def _watch_alloc(pool: Any) -> None:
 
 def _watch_controller(tier: HostTier, controller: Any) -> None:
     original_write, original_load = controller.write, controller.load
-    host = controller.mem_pool_host
-    full = contents_of(host.anchor_entry.host_pool)
+    host, flights = controller.mem_pool_host, tier.flights
+    anchor = host.anchor_entry.host_pool
 
     def write(device_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         host_indices = original_write(device_indices, *args, **kwargs)
         if host_indices is None:
             return None
+        flight = Flight([], backup=True)
         if device_indices.numel():
-            found = tier.full_prints(device_indices.to(torch.int64))
-            full.write(_numbers(host_indices), found)
+            _take(flight, anchor, host_indices, device_indices, tier.full_prints)
         for part in _window_parts(args, kwargs):
             if part.device_indices is not None and part.host_indices is not None:
-                found = tier.window_prints(part.device_indices.to(torch.int64))
-                window = contents_of(host.entry_map[part.name].host_pool)
-                window.write(_numbers(part.host_indices), found)
+                pool = host.entry_map[part.name].host_pool
+                _take(flight, pool, part.host_indices, part.device_indices, tier.window_prints)
+        flights.queued(flight, controller.write_queue, controller.ack_write_queue)
         return host_indices
 
     def load(host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if not tier.loading:
-            return original_load(host_indices, *args, **kwargs)
-        parts = _window_parts(args, kwargs)
-        found = full.read(_numbers(host_indices))
-        others = [
-            contents_of(host.entry_map[part.name].host_pool).read(_numbers(part.host_indices))
-            for part in parts
+        parts = [p for p in _window_parts(args, kwargs) if p.host_indices is not None]
+        pools = [host.entry_map[part.name].host_pool for part in parts]
+        used = [(anchor, _numbers(host_indices))]
+        used += [
+            (pool, _numbers(part.host_indices)) for pool, part in zip(pools, parts, strict=True)
         ]
-        wrong = _wrong_pages(tier, found, others)
+        found, *others = [contents_of(pool).read(slots) for pool, slots in used]
+        wrong = wrong_pages(found, others, tier.expected) if tier.loading else 0
         if wrong and tier.refuses(wrong):
             return None
         device_indices = original_load(host_indices, *args, **kwargs)
         if device_indices is not None:
-            tier.full.write(_numbers(device_indices), found)
-            for part, other in zip(parts, others, strict=True):
-                tier.window.write(_numbers(part.device_indices), other)
+            flights.queued(Flight(used), controller.load_queue, [])
+            if tier.loading:
+                tier.full.write(_numbers(device_indices), found)
+                for part, other in zip(parts, others, strict=True):
+                    tier.window.write(_numbers(part.device_indices), other)
         return device_indices
 
     controller.write, controller.load = write, load
 
 
-def _wrong_pages(tier: HostTier, full: Numbers, window: Sequence[Numbers]) -> int:
-    """How many pages that the host would give are not what the prefix is made of."""
-    known = tier.expected
-    if known is None:
-        wrong = [found == UNKNOWN for found in (full, *window)]
-    else:
-        # A print tells its place in the prefix, too; full pages come in a row, window pages from
-        # here and there.
-        places = np.flatnonzero(known == full[0]) if full.shape[0] else np.zeros(1, dtype=np.int64)
-        due = _fitted(known[places[0] :] if places.shape[0] else known[:0], full.shape[0])
-        wrong = [
-            (full != due) | (full == UNKNOWN),
-            *(~np.isin(found, known) for found in window),
-        ]
-    if tier.stored:
-        wrong = [bad & (f != UNKNOWN) for bad, f in zip(wrong, (full, *window), strict=True)]
-    return sum(int(bad.sum()) for bad in wrong)
+def _take(flight: Flight, pool: Any, host: torch.Tensor, device: torch.Tensor, look: Look) -> None:
+    """A backup takes device pages to host pages, and their prints with them."""
+    books, slots, source = contents_of(pool), _numbers(host), device.to(torch.int64)
+    found = look(source)
+    books.write(slots, found)
+    flight.slots.append((pool, slots))
+    flight.taken.append((books, slots, source, look, found))
 
 
-def _fitted(found: Numbers, pages: int) -> Numbers:
-    """``found``, cut or filled up to ``pages``."""
-    found = found[:pages]
-    return np.pad(found, (0, pages - found.shape[0]), constant_values=UNKNOWN)
+def _watch_storing(tier: HostTier, controller: Any) -> None:
+    """A thread copies host pages to the storage until the tree's list of backups says so."""
+    original = getattr(controller, "write_storage", None)
+    if original is None:
+        return
+    host, tree = controller.mem_pool_host, tier.tree
+
+    def write_storage(host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        number = original(host_indices, *args, **kwargs)
+        used = [(host.anchor_entry.host_pool, _numbers(host_indices))]
+        for part in kwargs.get("extra_pools") or ():
+            if part.name.name == "SWA" and part.host_indices is not None:
+                used.append((host.entry_map[part.name].host_pool, _numbers(part.host_indices)))
+        over = lambda: number not in tree.ongoing_backup  # noqa: E731
+        tier.flights.flying.append(Flight(used, over=over))
+        return number
+
+    controller.write_storage = write_storage

@@ -6,6 +6,10 @@ number made of all tokens up to the page's end, and of the namespace they belong
 host with the page and comes back with it, and what comes back must be the print of the prefix that
 it is loaded for. Only kept where there is a host tier; 8 bytes a page, in host memory.
 
+A page that comes from a storage backend gets a *ticket* when it is taken, for nobody else's. If the
+page still bears it when the fetch is over, the ticket is changed for a print; so what was handed on
+meanwhile bears neither.
+
 A print is a polynomial in the tokens, modulo 2**64. Its base is odd, so two prefixes that differ in
 one token never have the same; others do by chance, once in 2**64 pairs.
 """
@@ -22,6 +26,8 @@ Numbers = npt.NDArray[np.int64]
 
 #: Stands for a page of which nothing is known.
 UNKNOWN = 0
+#: Stands for a page that was fetched from a storage backend, nobody here knows for which tokens.
+VOUCHED = -1
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -76,6 +82,48 @@ class Contents:
         found: Numbers = self._prints[self._pages(slots)]
         return found
 
+    def exchange(self, slots: Numbers, ticket: int, found: Numbers | int) -> None:
+        """Those pages of ``slots`` that bear a ticket hold what ``found`` says."""
+        pages = self._pages(slots)
+        self._prints[pages] = np.where(self._prints[pages] == ticket, found, self._prints[pages])
+
     def forget(self) -> None:
         """Nothing is known any more."""
         self._prints.fill(UNKNOWN)
+
+
+def ticket(number: int) -> int:
+    """The ticket of the fetch of that number; no more likely to be a print than any other."""
+    return VOUCHED - 1 - number
+
+
+def wrong_pages(full: Numbers, windows: Sequence[Numbers], known: Numbers | None) -> int:
+    """How many pages that a host would give are not what the prefix is made of.
+
+    ``full`` is a run of its pages, ``windows`` are some from here and there; ``known`` are the
+    prints of the prefix, None where nobody can tell. What a storage backend vouches for may be of
+    any.
+    """
+    if known is None:
+        return sum(int((found == UNKNOWN).sum()) for found in (full, *windows))
+    due = aligned(full, known)
+    wrong = [(full != due) & (full != VOUCHED) | (full == UNKNOWN)]
+    wrong += [~np.isin(found, known) & (found != VOUCHED) for found in windows]
+    return sum(int(bad.sum()) for bad in wrong)
+
+
+def aligned(run: Numbers, known: Numbers) -> Numbers:
+    """The prints that a run of pages of a prefix must bear; a print tells its place in it, too."""
+    told = np.flatnonzero((run != UNKNOWN) & (run != VOUCHED))
+    if not told.shape[0]:
+        return run
+    places = np.flatnonzero(known == run[told[0]])
+    if not places.shape[0] or places[0] < told[0]:
+        return np.full(run.shape, UNKNOWN, dtype=np.int64)
+    return fitted(known[places[0] - told[0] :], run.shape[0])
+
+
+def fitted(found: Numbers, pages: int) -> Numbers:
+    """``found``, cut or filled up to ``pages``."""
+    found = found[:pages]
+    return np.pad(found, (0, pages - found.shape[0]), constant_values=UNKNOWN)

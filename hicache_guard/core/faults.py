@@ -34,6 +34,7 @@ class Fault(enum.Enum):
     FOREIGN_PREFIX = "foreign-prefix"
     FREED_UNDER_TREE = "freed-under-tree"
     STALE_HOST_COPY = "stale-host-copy"
+    FREED_IN_FLIGHT = "freed-in-flight"
     DEAD_TOKENS_CACHED = "dead-tokens-cached"
     EVICTED_TOKENS_CACHED = "evicted-tokens-cached"
     CACHED_TWICE = "cached-twice"
@@ -111,6 +112,11 @@ FACTS: dict[Fault, FaultFacts] = {
         "a load-back would bring KV that is not of the prefix that it is for",
         (),
         (28468, 29204, 31771, 40712),
+    ),
+    Fault.FREED_IN_FLIGHT: FaultFacts(
+        "a host page is freed while a copy to or from it is queued or under way",
+        (),
+        (28468, 29204, 40712),
     ),
     Fault.DEAD_TOKENS_CACHED: FaultFacts(
         "tokens are cached whose KV was never computed, or is free", (), (24252,)

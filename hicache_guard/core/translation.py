@@ -14,25 +14,41 @@ from hicache_guard.core.verdict import HostCopy
 
 
 class Remembered:
-    """A translation, the slots it was read for, and the mapping's identity and version then."""
+    """A translation, the slots it was read for, and the mapping's identity and version then.
+
+    ``slots`` is None where they are not told: such a translation holds for none, but it can be
+    asked whether its epoch is still the present one.
+    """
 
     def __init__(
-        self, translation: torch.Tensor, slots: torch.Tensor, mapping: torch.Tensor
+        self, translation: torch.Tensor, slots: torch.Tensor | None, mapping: torch.Tensor
     ) -> None:
         self._translation = weakref.ref(translation)
-        self._slots = weakref.ref(slots)
-        self._slots_version = slots._version
+        self._slots = None if slots is None else weakref.ref(slots)
+        self._slots_version = -1 if slots is None else slots._version
         self._mapping = weakref.ref(mapping)
         self._mapping_version = mapping._version
+
+    def in_epoch(self, translation: torch.Tensor, mapping: torch.Tensor) -> bool:
+        """Whether ``translation`` is the one remembered, and of this epoch. Host only."""
+        return (
+            self._translation() is translation
+            and self._mapping() is mapping
+            and mapping._version == self._mapping_version
+        )
+
+    @property
+    def for_nobody(self) -> bool:
+        """Whether the slots were not told."""
+        return self._slots is None
 
     def holds(self, translation: torch.Tensor, slots: torch.Tensor, mapping: torch.Tensor) -> bool:
         """Whether ``translation`` is the one remembered, for these slots and epoch. Host only."""
         return (
-            self._translation() is translation
+            self._slots is not None
             and self._slots() is slots
             and slots._version == self._slots_version
-            and self._mapping() is mapping
-            and mapping._version == self._mapping_version
+            and self.in_epoch(translation, mapping)
         )
 
 

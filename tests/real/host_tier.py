@@ -58,6 +58,8 @@ class Story:
     page: int
     policy: str
     breaking: Callable[[Story], None] | None = None
+    storage: str | None = None  # a folder for the third tier
+    passes: bool = True  # whether KV is stored by forward passes, or comes from elsewhere
     seen: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -73,7 +75,7 @@ class Story:
             longest=20 * unit,
         )
         self.unit = unit
-        self.tier = host_tier.HostTier(self.server, self.policy)
+        self.tier = host_tier.HostTier(self.server, self.policy, storage=self.storage)
         self.idle = self.room()
 
     # --- what a scheduler does -----------------------------------------------------------------
@@ -87,12 +89,21 @@ class Story:
         self.server.match(job.req)
         return job
 
+    def store(self, slots: torch.Tensor, tokens: list[int], start: int) -> None:
+        """The KV of tokens, by all layers."""
+        if not self.passes:
+            host_tier.write(self.server, slots, tokens, start)
+            return
+        forward = host_tier.ForwardPass(self.server, slots, tokens, start)
+        for layer in host_tier.layers(self.server):
+            forward.store(layer)
+
     def prefill(self, job: Job) -> None:
         """What is left of a prompt whose prefix is matched and locked."""
         start = self.server.prefix_length(job.req)
         count = self.server.plan(job.req, len(job.tokens))
         self.server.extend([job.req], [count])
-        host_tier.write(self.server, self.server.row(job.req)[start:], job.tokens[start:], start)
+        self.store(self.server.row(job.req)[start:], job.tokens[start:], start)
         job.written = len(job.tokens)
         self.server.cache_unfinished(job.req, chunked=False)
 
@@ -101,9 +112,7 @@ class Story:
             job.tokens.append(1000 + len(job.tokens))
             job.req.output_ids.append(job.tokens[-1])
             self.server.decode([job.req])
-            host_tier.write(
-                self.server, self.server.row(job.req)[-1:], job.tokens[-1:], job.written
-            )
+            self.store(self.server.row(job.req)[-1:], job.tokens[-1:], job.written)
             job.written += 1
         job.tokens.append(7)
         job.req.output_ids.append(7)

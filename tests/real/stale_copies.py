@@ -21,6 +21,7 @@ import torch
 
 from hicache_guard.adapters import host_copies
 from hicache_guard.adapters.hooks import install, running_version, uninstall
+from hicache_guard.core import contents
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.report import Violation
 from hicache_guard.repro import pools, scheduling
@@ -29,20 +30,31 @@ from real.host_tier import Finding, Story
 PAGES = (1, 16)
 
 
-def hand_on(side: int) -> Callable[[Story], None]:
-    """The host pool of the full (0) or window (1) KV takes slots back, and gives them to another."""
+def take(story: Story, side: int) -> torch.Tensor:
+    """The host pool of the full (0) or window (1) KV takes its slots back, and another gets them."""
+    pool = story.tier.host_pools()[side]
+    free = {int(slot) for slot in pool.free_slots}
+    for name in ("release_slots", "_release_slots"):
+        for part in getattr(pool, name, None) or ():
+            free |= {int(slot) for slot in torch.as_tensor(part).reshape(-1)}
+    used = torch.tensor(sorted(set(range(int(pool.size))) - free), dtype=torch.int64)
+    pool.free(used)
+    everything = pool.alloc(pool.available_size())
+    ours = torch.isin(everything, used)
+    if not ours.all():
+        pool.free(everything[~ours])
+    taken: torch.Tensor = everything[ours]
+    return taken
 
+
+def fill(story: Story, side: int, taken: torch.Tensor) -> None:
+    """The new owner writes what is his."""
+    story.tier.host_pools()[side].kv_buffer.view(torch.uint8)[:, :, taken] = 7
+
+
+def hand_on(side: int) -> Callable[[Story], None]:
     def spoil(story: Story) -> None:
-        pool = story.tier.host_pools()[side]
-        free = {int(slot) for slot in pool.free_slots}
-        for name in ("release_slots", "_release_slots"):
-            for part in getattr(pool, name, None) or ():
-                free |= {int(slot) for slot in torch.as_tensor(part).reshape(-1)}
-        used = torch.tensor(sorted(set(range(int(pool.size))) - free), dtype=torch.int64)
-        pool.free(used)
-        everything = pool.available_size()
-        pool.alloc(everything)
-        pool.kv_buffer.view(torch.uint8).fill_(7)
+        fill(story, side, take(story, side))
 
     return spoil
 
@@ -68,7 +80,7 @@ def tell(story: Story, spoil: Callable[[Story], None]) -> dict[str, Any]:
 
 
 # The mutation: prints are asked neither before a load-back nor after it.
-_WRONG_PAGES: Any = host_copies._wrong_pages
+_WRONG_PAGES: Any = contents.wrong_pages
 _LOADED: Any = host_copies.HostTier.loaded
 
 
@@ -89,7 +101,7 @@ def play(
     if mode is not None:
         install("enforce" if mode == "no prints" else mode, on_report=reports.append)
     asked = mode != "no prints"
-    setattr(host_copies, "_wrong_pages", _WRONG_PAGES if asked else _all_right)  # noqa: B010
+    setattr(host_copies, "wrong_pages", _WRONG_PAGES if asked else _all_right)  # noqa: B010
     setattr(host_copies.HostTier, "loaded", _LOADED if asked else _all_loaded)  # noqa: B010
     story = Story(release, tree, page, "write_through")
     found: dict[str, Any] = {}
