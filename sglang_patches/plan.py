@@ -89,6 +89,11 @@ class Recognition:
         return f"{claim}; nearest to SGLang {self.nearest}, {counted}"
 
 
+@functools.lru_cache(maxsize=512)  # what is applied is taken out again, and both more than once
+def _edited(text: str, edit: Edit, symbol: str, patch: str, undo: bool) -> str:
+    return (edit.undo if undo else edit.apply)(text, symbol, patch)
+
+
 class Tree:
     """One tree and what is read of it; each file is read once."""
 
@@ -166,7 +171,7 @@ class Tree:
         edits = [pair for pair in patch.edits() if self.home(pair[0]) == module]
         for symbol, edit in reversed(edits) if undo else edits:
             try:
-                text = (edit.undo if undo else edit.apply)(text, symbol, patch.name)
+                text = _edited(text, edit, symbol, patch.name, undo)
             except Misfit as misfit:
                 raise Misfit(f"{self.name(module)}: {misfit}") from None
         return text

@@ -70,6 +70,7 @@ HOME = {
 #: What the patches change.
 FILES = {
     "0.5.12": {
+        "srt/managers/schedule_policy.py",
         "srt/session/streaming_session.py",
     }
     | {
@@ -85,6 +86,7 @@ FILES = {
         )
     },
     "0.5.23": {
+        "srt/managers/schedule_policy.py",
         "srt/session/streaming_session.py",
     }
     | {

@@ -19,8 +19,8 @@ page was recycled for the very same tokens; by then it is somebody else's, who m
 row pointed to the tree's) may turn a right row into a wrong one; see ``World.repoint``.
 
 Operations take plain integers as choices, so that the fast seeded driver (``drive``) and Hypothesis
-(``shrinking``) call the same ones. Host tier (backup, load-back) is not driven here; it would be more
-operations of ``World``, and ``Reference`` would gain a third ``Side`` for the host's slots.
+(``shrinking``) call the same ones. Some lives have a host tier, as ``--hosted`` says; what is done to
+it and what must hold then is ``host_world``.
 
 Run: ``python -P tree_machine.py --mode enforce --steps 20000`` with a release on the path.
 """
@@ -39,7 +39,7 @@ import traceback
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -49,10 +49,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hicache_guard.adapters import host_copies
 from hicache_guard.adapters.allocator import guard_of
 from hicache_guard.adapters.hooks import _MARK, install, running_version, uninstall
 from hicache_guard.adapters.link import _links as _known
-from hicache_guard.adapters.tree_link import TreeLink
+from hicache_guard.adapters.tree_link import TreeLink, length_of
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.faults import Fault
 from hicache_guard.core.guard import PoolGuard
@@ -60,6 +61,7 @@ from hicache_guard.core.proof import Adopted
 from hicache_guard.core.report import Violation
 from hicache_guard.core.witness import Witness
 from hicache_guard.repro import pools, scheduling
+from hicache_guard.repro.host_tier import POLICIES
 from real import driver
 
 Slots = npt.NDArray[np.int64]
@@ -77,8 +79,12 @@ MODES = ("off", "observe", "enforce", "strict")
 PAGE_SIZES = (1, 4, 16, 64)
 #: Window sizes by page size; most are no multiple of the page.
 WINDOWS = {1: (3, 5, 8), 4: (3, 4, 7, 10), 16: (16, 23, 40), 64: (63, 64, 100, 150)}
+#: Host slots for one of the device. Up to 0.5.14 a host pool must be the larger one.
+RATIOS = (1.1, 1.5, 2.5)
 #: Operations before the pools and the tree are built anew.
 LIFE = 300
+#: The same where there are few steps, and all page sizes are to be seen.
+SHORT_LIFE = 100
 #: Requests that run at once, and prefixes that are locked by nobody who runs.
 RUNNING, HELD = 4, 3
 #: #29352: a newcomer's insertion frees the full slots of a locked tombstone; its reader's row is wrong.
@@ -97,6 +103,10 @@ class Finding(AssertionError):
     def __init__(self, kind: str, what: str) -> None:
         super().__init__(f"{kind}: {what}")
         self.kind = kind
+
+
+class Over(Exception):
+    """The release died of itself, in a way that is known; this world ends."""
 
 
 # --- what physical slots hold --------------------------------------------------------------------
@@ -152,9 +162,12 @@ class Side:
         ended = free & ~self.free
         self.free = free
         if ended.any():
-            self.holds.reshape(-1, self._page)[ended] = 0
-            self.keys.reshape(-1, self._page)[ended] = np.nan
-            self.values.reshape(-1, self._page)[ended] = np.nan
+            self.poison(ended)
+
+    def poison(self, pages: Mask) -> None:
+        self.holds.reshape(-1, self._page)[pages] = 0
+        self.keys.reshape(-1, self._page)[pages] = np.nan
+        self.values.reshape(-1, self._page)[pages] = np.nan
 
 
 def _within(numbers: Slots, most: int) -> Slots:
@@ -173,8 +186,7 @@ class Reference:
     def __init__(self, allocator: Any) -> None:
         self._allocator = allocator
         self.page = int(allocator.page_size)
-        self.full = Side(allocator.full_attn_allocator, self.page, 0.0)
-        self.window = Side(allocator.swa_attn_allocator, self.page, 0.5)
+        self.full, self.window = self.sides()
         self.window.follow()
         self.full.follow()
         rows = self.mapping.shape[0]
@@ -183,6 +195,14 @@ class Reference:
         self._last = self.mapping.copy()
         self._cached = np.zeros(self.full.pages + 2, dtype=np.int64)
         self._cached_turn = np.full(self.full.pages + 2, -1, dtype=np.int64)
+
+    def sides(self) -> tuple[Side, Side]:
+        """(full, window)."""
+        allocator = self._allocator
+        return (
+            Side(allocator.full_attn_allocator, self.page, 0.0),
+            Side(allocator.swa_attn_allocator, self.page, 0.5),
+        )
 
     @property
     def mapping(self) -> Slots:
@@ -279,21 +299,35 @@ class Setting:
     full_pages: int
     window_pages: int
     options: tuple[tuple[str, Any], ...]
+    #: The write policy of its host tier, and how many host slots there are for one of the device.
+    host: str = ""
+    ratio: float = 0.0
 
     @classmethod
     def draw(
-        cls, seed: int, trees: Sequence[str], sizes: Sequence[int], options: dict[str, Any]
+        cls,
+        seed: int,
+        trees: Sequence[str],
+        sizes: Sequence[int],
+        options: dict[str, Any],
+        hosted: float = 0.0,
     ) -> Setting:
+        """``hosted``: the share of lives that have a host tier, of trees that can have one."""
         dice = random.Random(f"tree machine {seed}")
         page = sizes[seed % len(sizes)]
         full = dice.randint(60, 110) if page == 1 else dice.randint(20, 40)
+        tree = trees[seed // len(sizes) % len(trees)]
+        other = random.Random(f"host tier {seed}")  # so that all else is as without
+        has_host = tree != "legacy" and other.random() < hosted
         return cls(
-            trees[seed // len(sizes) % len(trees)],
+            tree,
             page,
             dice.choice(WINDOWS[page]),
             full,
             full * dice.randint(60, 95) // 100,
             tuple((name, dice.choice(values)) for name, values in options.items()),
+            other.choice(POLICIES) if has_host else "",
+            other.choice(RATIOS) if has_host else 0.0,
         )
 
 
@@ -403,7 +437,10 @@ class Lent:
         request.evicted = self.swa_evicted_seqlen
         if by_result:
             request.lock = self.lock
-        elif request.lock[1] is not self.lock_receipt:
+        elif (
+            request.lock[1] is not self.lock_receipt
+            or "swa_uuid_for_lock" not in receipt.__dataclass_fields__
+        ):
             request.lock = self.last_node, self.lock_receipt
         else:
             request.lock = self.last_node, receipt(swa_uuid_for_lock=self.swa_uuid_for_lock)
@@ -425,7 +462,7 @@ class World:
         trace: list[Any] | None = None,
         tolerated: Sequence[str] = (),
     ) -> None:
-        self.tolerated = tolerated
+        self.tolerated, self.setting = tolerated, setting
         self.mode, self.faults, self.rows = mode, faults, rows
         self.seen, self.reports, self.trace = seen, reports, trace
         self.release = release
@@ -453,11 +490,15 @@ class World:
         self.running: list[Request] = []
         self.held: list[Any] = []
         self.uniques = 10
-        self.reference = Reference(self.allocator)
+        self.reference = self.new_reference()
         #: A fault was made: from now on rows may be wrong through no fault of the tree's.
         self.tainted = False
         #: The tree had pages of a running request that nobody locked; see ``repoint``.
         self.had_unlocked = False
+
+    def new_reference(self) -> Reference:
+        """Of pools that are empty."""
+        return Reference(self.allocator)
 
     # --- speaking to the release -------------------------------------------------------------
 
@@ -482,10 +523,16 @@ class World:
 
     def match(self, sequence: Text, length: int) -> tuple[Slots, Any]:
         """``match_prefix``, and all that must hold of it. In strict a refusal is no hit."""
-        self.reference.follow()  # what was freed until now is nobody's
         params = self.release.base.MatchPrefixParams(key=self.key(sequence, length))
+        return self.matched(sequence, length, lambda: self._read(self.tree.match_prefix(params)))
+
+    def matched(
+        self, sequence: Text, length: int, match: Callable[[], tuple[Slots, Any]]
+    ) -> tuple[Slots, Any]:
+        """As ``match``, of a match by others."""
+        self.reference.follow()  # what was freed until now is nobody's
         try:
-            slots, node = self._read(self.tree.match_prefix(params))
+            slots, node = match()
         except GuardViolation as error:
             if error.violation.fault in (Fault.FOREIGN_PREFIX, Fault.UNPROVED_WINDOW):
                 self._refused(sequence, length)
@@ -699,9 +746,19 @@ class World:
             self.running.append(request)
 
     def start(self, sequence: Text, *, chunk: bool = False) -> Request | None:
+        prefix, lock = self.take(sequence)
+        return self.begin(sequence, prefix, lock, chunk=chunk)
+
+    def take(self, sequence: Text) -> tuple[Slots, Any]:
+        """Match a request and lock what was found: (its slots, the lock)."""
         prefix, node = self.match(sequence, len(sequence) - 1)
         prefix = prefix.copy()
-        lock = self.lock(node)
+        return prefix, self.lock(node)
+
+    def begin(
+        self, sequence: Text, prefix: Slots, lock: Any, *, chunk: bool = False
+    ) -> Request | None:
+        """The first forward pass of a request."""
         count = len(sequence) - len(prefix)
         if chunk and count > self.page:
             count = self.page
@@ -926,6 +983,9 @@ class World:
         """Tombstones, where the node is an inner one."""
         self.evict(0, (1 + one % 5) * self.page)
 
+    def warm_up(self, seed: int) -> None:
+        """Nothing that a short example needs is left to chance; here nothing is."""
+
     def flush(self, one: int, two: int, three: int) -> None:
         """``flush_cache``: the tree and the pools are emptied."""
         if one % 8:
@@ -937,7 +997,7 @@ class World:
         self.running, self.held, self.past = [], [], []
         self.tree.reset()
         self.allocator.clear()
-        self.reference = Reference(self.allocator)
+        self.reference = self.new_reference()
         self.tainted = False
 
     # --- faults: what is done behind the tree ----------------------------------------------------
@@ -1100,6 +1160,25 @@ FAULTS = {
 }  # fmt: skip
 
 
+def world_of(release: scheduling.Release, setting: Setting, mode: str, **choices: Any) -> World:
+    """The world of a setting, with a host tier or without."""
+    if not setting.host:
+        return World(release, setting, mode, **choices)
+    from real.host_world import HostWorld  # it is built on this module
+
+    return HostWorld(release, setting, mode, **choices)
+
+
+def operations(setting: Setting, *, faults: bool, without: Sequence[str] = ()) -> dict[str, int]:
+    """What is done in such a world, and how often it comes."""
+    weights = {**LEGAL, **(FAULTS if faults else {})}
+    if setting.host:
+        from real import host_world
+
+        weights |= {**host_world.LEGAL, **(host_world.FAULTS if faults else {})}
+    return {name: weight for name, weight in weights.items() if name not in without}
+
+
 # --- the fast driver --------------------------------------------------------------------------------
 
 
@@ -1109,10 +1188,12 @@ Step = tuple[str, tuple[int, int, int]]
 
 @dataclass
 class Outcome:
-    """How a drive went. ``first``: the step of the first pseudo-hit."""
+    """How a drive went. ``first`` and ``first_foreign``: the step of the first pseudo-hit, and of
+    the first load-back that brought foreign KV."""
 
     steps: int = 0
     first: int = 0
+    first_foreign: int = 0
     seconds: float = 0.0
     failure: str = ""
     kind: str = ""
@@ -1159,11 +1240,11 @@ def drive(
     life: int = LIFE,
     without: Sequence[str] = (),
     tolerated: Sequence[str] = (),
+    hosted: float = 0.0,
 ) -> Outcome:
     """``steps`` seeded operations, over many worlds; ends at the first finding."""
-    weights = {**LEGAL, **(FAULTS if faults else {})}
-    weights = {name: weight for name, weight in weights.items() if name not in without}
-    names, sums = list(weights), list(itertools.accumulate(weights.values()))
+    names: list[str] = []
+    sums: list[int] = []
     known = list(trees) or scheduling.trees()
     options = release.options()
     outcome = Outcome()
@@ -1181,10 +1262,12 @@ def drive(
                     if outcome.failure:
                         break
                 reports.clear()
-                setting = Setting.draw(seed + number, known, sizes, options)
+                setting = Setting.draw(seed + number, known, sizes, options, hosted)
+                weights = operations(setting, faults=faults, without=without)
+                names, sums = list(weights), list(itertools.accumulate(weights.values()))
                 dice = random.Random(f"{seed} {number}")
                 draw, bits = dice.random, dice.getrandbits
-                world = World(
+                world = world_of(
                     release, setting, mode, faults=faults, rows=rows, seen=outcome.seen,
                     reports=reports, trace=trace, tolerated=tolerated,
                 )  # fmt: skip
@@ -1199,7 +1282,7 @@ def drive(
                 getattr(world, name)(*choices)
                 if mode in ("enforce", "strict"):
                     world.look()
-                if not faults and reports:
+                if not faults and reports and not (setting.host and world.had_unlocked):
                     raise Finding("report", str(reports[0]))
             except GuardViolation as error:
                 if mode != "strict" or not faults:
@@ -1211,6 +1294,9 @@ def drive(
             except Finding as error:
                 outcome.kind, outcome.failure = error.kind, _failure(error, world, step, name)
                 break
+            except Over as over:
+                outcome.seen[str(over)] += 1
+                world = None
             except Exception as error:
                 outcome.seen["release died"] += 1
                 if trace is not None:
@@ -1219,6 +1305,12 @@ def drive(
                     outcome.kind, outcome.failure = "died", _failure(error, world, step, name)
                     break
                 world = None
+            if world is not None and setting.host and world.had_unlocked:
+                # With a host tier that is no rarity, and what follows from it is the release's.
+                outcome.seen["ended by #27770"] += 1
+                world = None
+            if outcome.seen["foreign loads"] and not outcome.first_foreign:
+                outcome.first_foreign = step
             if outcome.seen["pseudo-hits"] and not outcome.first:
                 outcome.first = step
                 if until_found:
@@ -1244,6 +1336,8 @@ def _close(world: World, outcome: Outcome) -> None:
 def _failure(error: BaseException, world: World, step: int, name: str) -> str:
     where = "".join(traceback.format_exception(error))[-3500:]
     setting = f"{world.server.tree.__class__.__name__}, page {world.page}, window {world.need}"
+    if world.setting.host:
+        setting += f", {world.setting.host}"
     return f"step {step}, {name}, {setting}\n{where}"
 
 
@@ -1252,13 +1346,15 @@ def fails(
 ) -> str:
     """The kind of finding that a script ends in, or nothing."""
     with guarded(mode) as reports:
-        world = World(release, setting, mode, seen=Counter(), reports=reports, **choices)
+        world = world_of(release, setting, mode, seen=Counter(), reports=reports, **choices)
         for name, numbers in script:
             try:
                 getattr(world, name)(*numbers)
                 world.look()
             except Finding as error:
                 return error.kind
+            except Over:
+                return ""
             except Exception as error:
                 return type(error).__name__
     return ""
@@ -1298,6 +1394,7 @@ def shrinking(
     shrink: bool = True,
     derandomize: bool = True,
     tolerated: Sequence[str] = (),
+    hosted: float = 0.0,
 ) -> Outcome:
     """The same operations as a state machine, whose failures are shrunk."""
     import hypothesis.strategies as st
@@ -1320,14 +1417,18 @@ def shrinking(
         def build(self, seed: int) -> None:
             self.reports.clear()
             self.over = False
-            self.world = World(
-                release, Setting.draw(seed, known, PAGE_SIZES, options), mode, faults=faults,
-                rows=rows, seen=outcome.seen, reports=self.reports, tolerated=tolerated,
+            setting = Setting.draw(seed, known, PAGE_SIZES, options, hosted)
+            self.known = operations(setting, faults=faults)
+            self.world = world_of(
+                release, setting, mode, faults=faults, rows=rows, seen=outcome.seen,
+                reports=self.reports, tolerated=tolerated,
             )  # fmt: skip
             outcome.seen["worlds"] += 1
+            if setting.host:
+                self.world.warm_up(seed)
 
         def perform(self, name: str, *choices: int) -> None:
-            if self.over:
+            if self.over or name not in self.known:
                 return
             outcome.steps += 1
             try:
@@ -1338,6 +1439,12 @@ def shrinking(
                     raise
                 outcome.seen["raised"] += 1
                 self.over = True
+            except Over as over:
+                outcome.seen[str(over)] += 1
+                self.over = True
+            if self.world.setting.host and self.world.had_unlocked:  # as in ``drive``
+                self.over = True
+                return
             if not faults and self.reports:
                 raise Finding("report", str(self.reports[0]))
 
@@ -1350,7 +1457,8 @@ def shrinking(
         run.__name__ = name
         return rule(one=number, two=number, three=number)(run)
 
-    rules = {name: rule_of(name) for name in (*LEGAL, *(FAULTS if faults else ()))}
+    any_setting = Setting.draw(0, ["unified"], PAGE_SIZES, options, hosted=float(hosted > 0))
+    rules = {name: rule_of(name) for name in operations(any_setting, faults=faults)}
     machine = type("TreeMachine", (Machine,), rules)
     began = time.perf_counter()
     with guarded(mode) as reports:
@@ -1375,8 +1483,12 @@ def shrinking(
 # --- proof by mutation --------------------------------------------------------------------------------
 
 
-def _always(*args: Any, **kwargs: Any) -> bool:
-    return True
+def _always(self: Any, result: Any) -> int:
+    return length_of(result)
+
+
+def _not_at_once(self: Any, result: Any) -> int:
+    return -1
 
 
 def _never(*args: Any, **kwargs: Any) -> bool:
@@ -1416,6 +1528,23 @@ def _adopts_unvouched(self: Any, slots: Any, start: int, evicted: int) -> Any:
     return self.judged("insert", None, lambda: self.guard.adopt(row, start, evicted))
 
 
+def _vouches_for_all(self: Any, slots: Any, since: int, full: Any, window: Any) -> None:
+    self.witness.vouch(slots, self.serial)
+
+
+def _no_parts(*args: Any, **kwargs: Any) -> list[Any]:
+    return []
+
+
+def _none_wrong(*args: Any, **kwargs: Any) -> int:
+    return 0
+
+
+def _all_loaded(self: Any, path: Any) -> Any:
+    yes = torch.ones_like(path, dtype=torch.bool)
+    return yes, yes
+
+
 RENEWALS = "renewals not seen"
 #: Releases whose trees never move window slots to full slots that they keep.
 NEVER_RENEW = ("0.5.12", "0.5.12.post1")
@@ -1423,15 +1552,15 @@ NEVER_RENEW = ("0.5.12", "0.5.12.post1")
 #: What is broken, as (class, attribute, replacement). ``Books.held`` only ever says yes to what the
 #: torch code would prove as well, so that is asked where its own parts are broken.
 MUTANTS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
-    "proof skipped": ((TreeLink, "holds_match", _always),),
+    "proof skipped": ((TreeLink, "proved_at_once", _always),),
     "stamps not compared": (
-        (TreeLink, "holds_match", _never), (Witness, "live", _live_unstamped),
+        (TreeLink, "proved_at_once", _not_at_once), (TreeLink, "proved_later", _never), (Witness, "live", _live_unstamped),
     ),
     "full pages not compared": (
-        (TreeLink, "holds_match", _never), (Witness, "resident", _all_resident),
+        (TreeLink, "proved_at_once", _not_at_once), (TreeLink, "proved_later", _never), (Witness, "resident", _all_resident),
     ),
     "one token too few": (
-        (TreeLink, "holds_match", _never),
+        (TreeLink, "proved_at_once", _not_at_once), (TreeLink, "proved_later", _never),
         (PoolGuard, "prove_prefixes", _proves_too_little),
     ),
     "insertions not checked": ((TreeLink, "adopt", _adopts_all),),
@@ -1441,11 +1570,24 @@ MUTANTS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     RENEWALS: ((Witness, "renew", _nothing),),
 }  # fmt: skip
 
+#: Takes thousands of steps at least: in enforce little comes as far as to what this is the last line.
+RARE = "all on a loaded path vouched for"
+#: The same, to be found where there is a host tier.
+HOST_MUTANTS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
+    "prints not asked": (
+        (host_copies, "wrong_pages", _none_wrong), (host_copies.HostTier, "loaded", _all_loaded),
+    ),
+    "host pages handed out unseen": ((host_copies, "_watch_alloc", _nothing),),
+    RARE: ((PoolGuard, "adopt_loaded", _vouches_for_all),),
+    "loads not vouched for": ((PoolGuard, "adopt_loaded", _nothing),),
+    "window copies not followed": ((host_copies, "_window_parts", _no_parts),),
+}  # fmt: skip
+
 
 @contextmanager
 def broken(name: str) -> Iterator[None]:
     """The guard with one mutation."""
-    changes = MUTANTS[name]
+    changes = {**MUTANTS, **HOST_MUTANTS}[name]
     kept = [(owner, attribute, vars(owner)[attribute]) for owner, attribute, _ in changes]
     try:
         for owner, attribute, replacement in changes:
@@ -1484,6 +1626,7 @@ def row_of(job: str, outcome: Outcome, **more: Any) -> dict[str, Any]:
         "steps a second": round(outcome.steps / max(outcome.seconds, 1e-9)),
         "seconds": round(outcome.seconds, 1),
         "first pseudo-hit": outcome.first,
+        "first foreign load": outcome.first_foreign,
         "kind": outcome.kind,
         "failure": outcome.failure,
         "seen": dict(outcome.seen),
@@ -1491,12 +1634,45 @@ def row_of(job: str, outcome: Outcome, **more: Any) -> dict[str, Any]:
     }
 
 
+def host_jobs(release: scheduling.Release, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """As ``jobs``, of lives that all have a host tier."""
+    trees = [tree for tree in options.tree or scheduling.trees() if tree != "legacy"]
+    usual: dict[str, Any] = {"seed": options.seed, "sizes": options.page_size, "hosted": 1.0}
+    steps = options.host_steps
+    for mode, share in (("enforce", 1), ("strict", 5), ("off", 5)):
+        for tree in trees:
+            outcome = drive(
+                release, mode, steps=steps // share // len(trees), trees=[tree],
+                tolerated=options.tolerate, life=LIFE if mode == "enforce" else SHORT_LIFE, **usual,
+            )  # fmt: skip
+            yield row_of("host drive", outcome, mode=mode, tree=tree)
+    for mode, faults in (*((mode, False) for mode in MODES[1:]), ("observe", True)):
+        outcome = compare(
+            release, mode, steps=steps // 12, faults=faults, trees=trees, life=SHORT_LIFE, **usual
+        )
+        yield row_of("host compare", outcome, mode=mode, faults=faults)
+    outcome = shrinking(
+        release, "enforce", examples=options.host_examples, steps=40, trees=trees, hosted=1.0,
+        tolerated=options.tolerate,
+    )  # fmt: skip
+    yield row_of("host shrink", outcome, mode="enforce")
+    for name in HOST_MUTANTS:
+        if name == RARE:
+            continue
+        with broken(name):
+            outcome = drive(
+                release, "enforce", steps=options.mutant_steps, trees=trees,
+                tolerated=options.tolerate, **usual,
+            )  # fmt: skip
+        yield row_of("host mutant", outcome, mutant=name)
+
+
 def jobs(release: scheduling.Release, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """What the command line asks for, one row each."""
     trees = options.tree or scheduling.trees()
     usual: dict[str, Any] = {
         "seed": options.seed, "sizes": options.page_size, "rows": options.rows,
-        "without": options.without, "tolerated": options.tolerate,
+        "without": options.without, "tolerated": options.tolerate, "hosted": options.hosted,
     }  # fmt: skip
 
     def drives(mode: str, steps: int, *, faults: bool, collected: bool) -> Iterator[dict[str, Any]]:
@@ -1515,7 +1691,7 @@ def jobs(release: scheduling.Release, options: argparse.Namespace) -> Iterator[d
 
     def compares(mode: str, steps: int, *, faults: bool) -> dict[str, Any]:
         outcome = compare(release, mode, steps=steps, faults=faults, trees=trees,
-                          seed=options.seed, sizes=options.page_size)  # fmt: skip
+                          seed=options.seed, sizes=options.page_size, hosted=options.hosted)  # fmt: skip
         return row_of("compare", outcome, mode=mode, faults=faults)
 
     if options.suite:
@@ -1536,7 +1712,7 @@ def jobs(release: scheduling.Release, options: argparse.Namespace) -> Iterator[d
         outcome = shrinking(
             release, mode, examples=options.examples, steps=40, trees=trees, rows=options.rows,
             derandomize=not options.random, faults=not options.no_faults,
-            tolerated=options.tolerate,
+            tolerated=options.tolerate, hosted=options.hosted,
         )  # fmt: skip
         yield row_of("shrink", outcome, mode=mode)
     chosen = [name for name in MUTANTS if name != RENEWALS or running_version() not in NEVER_RENEW]
@@ -1544,6 +1720,8 @@ def jobs(release: scheduling.Release, options: argparse.Namespace) -> Iterator[d
         with broken(name):
             outcome = drive(release, "enforce", steps=options.mutant_steps, trees=trees, **usual)
         yield row_of("mutant", outcome, mutant=name)
+    if options.host_steps:
+        yield from host_jobs(release, options)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -1551,9 +1729,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--suite", action="store_true", help="all that a test wants to know")
     parser.add_argument("--mode", nargs="*", default=[], choices=MODES, help="of drives")
     parser.add_argument("--steps", type=int, default=50_000, help="of a mode, over all trees")
+    parser.add_argument(
+        "--host-steps", type=int, default=0, help="all about lives with a host tier"
+    )
+    parser.add_argument("--host-examples", type=int, default=20)
     parser.add_argument("--no-faults", action="store_true")
     parser.add_argument("--rows", action="store_true", help="a wrong row is a failure, too")
     parser.add_argument("--collected", action="store_true", help="without the compiled books")
+    parser.add_argument("--hosted", type=float, default=0.0, help="share of lives with a host tier")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tree", nargs="*", help="of legacy, unified, unified-rust")
     parser.add_argument("--page-size", nargs="*", type=int, default=list(PAGE_SIZES))
@@ -1564,7 +1747,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--shrink", nargs="*", default=[], choices=MODES[1:], help="by Hypothesis")
     parser.add_argument("--examples", type=int, default=30)
     parser.add_argument("--random", action="store_true", help="new examples each time")
-    parser.add_argument("--mutant", nargs="*", default=[], choices=list(MUTANTS))
+    parser.add_argument("--mutant", nargs="*", default=[], choices=[*MUTANTS, *HOST_MUTANTS])
     parser.add_argument("--mutant-steps", type=int, default=8_000)
     options = parser.parse_args(arguments)
     driver.prepare()
@@ -1572,9 +1755,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     wrong = 0
     for row in jobs(release, options):
         print(json.dumps(row), flush=True)
-        wrong += bool(row["failure"]) and row["job"] != "mutant"
+        wrong += bool(row["failure"]) and "mutant" not in row["job"]
     return 1 if wrong else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    from real import tree_machine  # the one that ``host_world`` is built on
+
+    sys.exit(tree_machine.main())
