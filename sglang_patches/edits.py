@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -49,7 +49,7 @@ def _changed(patch: str, where: str) -> Misfit:
     )
 
 
-class Edit(Protocol):
+class Edit(Hashable, Protocol):
     """One change to one symbol of a file. Both ways raise Misfit where it cannot be made."""
 
     def apply(self, text: str, name: str, patch: str) -> str: ...

@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,13 @@ def output_of(
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
     assert done.returncode in statuses, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def in_ci(*chosen: str, of: Iterable[str]) -> list[Any]:
+    """Each release as a parameter; CI has no time but for the ``chosen`` ones."""
+    return [
+        pytest.param(version, marks=() if version in chosen else pytest.mark.slow) for version in of
+    ]
 
 
 def rows_of(version: str, script: str, *options: str, opening: str = "{", **terms: Any) -> Any:

@@ -7,13 +7,13 @@ judges a live peer at the free, when observe replaces a free list, and when int3
 from __future__ import annotations
 
 import pytest
-from programs import rows_of
+from programs import in_ci, rows_of
 
 OPERATIONS = 100_000
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("version", ["0.5.12", "0.5.23"])
+@pytest.mark.parametrize("version", in_ci("0.5.23", of=("0.5.12", "0.5.23")))
 def test_no_alarm_in_100_000_legal_operations(version: str) -> None:
     rows = rows_of(version, "long_legal.py", "--operations", str(OPERATIONS), limit=None)
     assert [row["mode"] for row in rows] == ["observe", "enforce", "strict"]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import output_of
+from programs import in_ci, output_of
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -275,7 +275,7 @@ def test_ranks_are_those_of_the_process_title(
 
 
 @pytest.mark.sglang
-@pytest.mark.parametrize("version", [pytest.param("0.5.12", marks=pytest.mark.slow), "0.5.23"])
+@pytest.mark.parametrize("version", in_ci("0.5.23", of=("0.5.12", "0.5.23")))
 def test_sglang_serves_our_counters(version: str) -> None:
     """Real trees in two schedulers, SGLang's own directory and route. 13 to 17 s a release here,
     nearly all of it imports."""

@@ -23,14 +23,8 @@ BREAKS = (
     "host byte, full", "host byte, window", "load shifted by a page", "load forgotten",
     "mapping turned",
 )  # fmt: skip
-#: CI has time for the oldest and the newest.
-ON_EACH = pytest.mark.parametrize(
-    "version",
-    [
-        pytest.param(version, marks=() if version in ("0.5.12", "0.5.23") else pytest.mark.slow)
-        for version in TREES
-    ],
-)
+#: The newest has both cores.
+ON_EACH = pytest.mark.parametrize("version", programs.in_ci("0.5.23", of=TREES))
 
 
 def rows_of(version: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ backup not looked at again when it is submitted, foreign KV bears the prints of 
 from __future__ import annotations
 
 import pytest
-from programs import rows_of
+from programs import in_ci, rows_of
 
 TREES = {
     "0.5.12": ("unified",),
@@ -21,13 +21,7 @@ TREES = {
 BACKUPS_WAIT, STORES = ("0.5.23",), ("0.5.15", "0.5.18", "0.5.23")
 #: CI has time for the newest, and for pages of one size.
 IN_CI = ("0.5.23",)
-ON_EACH = pytest.mark.parametrize(
-    "version",
-    [
-        pytest.param(version, marks=() if version in IN_CI else pytest.mark.slow)
-        for version in TREES
-    ],
-)
+ON_EACH = pytest.mark.parametrize("version", in_ci(*IN_CI, of=TREES))
 KEPT = tuple(
     f"{copy}, {side}" for copy in ("load", "backup", "store") for side in ("full", "window")
 )

@@ -9,7 +9,7 @@ although the guard enforces.
 from __future__ import annotations
 
 import pytest
-from programs import rows_of
+from programs import in_ci, rows_of
 
 TREES = {
     "0.5.12": ("unified",),
@@ -20,13 +20,7 @@ TREES = {
 }
 #: CI has time for the last that remembers, and the newest, and for pages of one size.
 IN_CI = ("0.5.12.post1", "0.5.23")
-ON_EACH = pytest.mark.parametrize(
-    "version",
-    [
-        pytest.param(version, marks=() if version in IN_CI else pytest.mark.slow)
-        for version in TREES
-    ],
-)
+ON_EACH = pytest.mark.parametrize("version", in_ci(*IN_CI, of=TREES))
 SCENES = ("slots reloaded", "mapping rebuilt")
 MODES = (None, "observe", "enforce", "strict", "no comparison", "no epoch")
 

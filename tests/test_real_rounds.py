@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from programs import rows_of
+from programs import in_ci, rows_of
 
 from hicache_guard import checkouts
 
@@ -19,12 +19,7 @@ QUEUE = ["W0", "W1", "W2", "W3", "W4"]
 WHOLE, CLIPPED = dict.fromkeys(QUEUE, 16), dict.fromkeys(QUEUE, 16) | {"W2": 8}
 #: Here a scheduler does not say for whom it matches its queue, only whom it admits.
 NAMELESS = ("0.5.12", "0.5.12.post1", "0.5.13", "0.5.13.post1", "0.5.14")
-#: Releases beyond those that CI has room for.
-SLOW = ("0.5.12.post1", "0.5.15")
-RELEASES = [
-    pytest.param(version, marks=pytest.mark.slow) if version in SLOW else version
-    for version in checkouts.SUPPORTED
-]
+RELEASES = in_ci("0.5.12", "0.5.23", of=checkouts.SUPPORTED)
 
 
 def _rows(version: str, key: str) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ not asked, foreign KV is loaded although the guard enforces. And guarded in any 
 from __future__ import annotations
 
 import pytest
-from programs import rows_of
+from programs import in_ci, rows_of
 
 TREES = {
     "0.5.12": ("unified",),
@@ -17,14 +17,8 @@ TREES = {
     "0.5.18": ("unified",),
     "0.5.23": ("unified", "unified-rust"),
 }
-#: CI has time for the oldest and the newest.
-ON_EACH = pytest.mark.parametrize(
-    "version",
-    [
-        pytest.param(version, marks=() if version in ("0.5.12", "0.5.23") else pytest.mark.slow)
-        for version in TREES
-    ],
-)
+#: The newest has both cores.
+ON_EACH = pytest.mark.parametrize("version", in_ci("0.5.23", of=TREES))
 
 
 @pytest.mark.sglang

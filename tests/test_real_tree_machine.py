@@ -18,7 +18,6 @@ TREES = {
     "0.5.18": ("legacy", "unified"),
     "0.5.23": ("unified", "unified-rust"),
 }
-SLOW = ("0.5.12.post1", "0.5.15")
 #: Guarded steps a release, in enforce, with faults.
 STEPS = 50_000
 #: Steps within which the drive must come upon a pseudo-hit without the guard.
@@ -81,7 +80,7 @@ pytestmark = pytest.mark.sglang
 #: CI has no time for those whose trees are as another's: 0.5.12's and 0.5.18's.
 on_each = pytest.mark.parametrize(
     "version",
-    [pytest.param(version, marks=pytest.mark.slow if version in SLOW else ()) for version in TREES],
+    programs.in_ci("0.5.12", "0.5.18", "0.5.23", of=TREES),
 )
 
 
