@@ -870,17 +870,18 @@ static int holds(const View *view, const Items *slots, const Items *mapping, int
     int64_t rows = (mapping->count < view->stamps ? mapping->count : view->stamps) - 1;
     if (view->size == 1)
         return holds_alone(view, slots, mapping, need);
-    int64_t end = -1; /* slots from `end` less a page on, and before it, are of the page at hand */
+    int64_t first = 1, end = 0; /* the slots of the page at hand: none yet */
     int32_t born = 0, since = 0;
     for (int64_t k = slots->count - need; k < slots->count; k++) {
         int64_t slot = item(slots, k);
-        if (slot >= end || slot < end - view->size) {
+        if (slot < first || slot >= end) {
             int64_t page = live_page(view, slot);
             born = view->born[FULL][page];
             since = view->since[page];
-            end = (page + 1) * view->size;
             if (!page)
                 return 0;
+            first = page * view->size;
+            end = first + view->size;
         }
         if (slot >= rows)
             return 0;

@@ -403,7 +403,7 @@ def _watch_storing(tier: HostTier, controller: Any) -> None:
             if part.name.name == "SWA" and part.host_indices is not None:
                 used.append((host.entry_map[part.name].host_pool, _numbers(part.host_indices)))
         over = lambda: number not in tree.ongoing_backup  # noqa: E731
-        tier.flights.flying.append(Flight(used, over=over))
+        tier.flights.add(Flight(used, over=over))
         return number
 
     controller.write_storage = write_storage

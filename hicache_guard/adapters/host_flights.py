@@ -21,6 +21,8 @@ import torch
 
 from hicache_guard.core.contents import UNKNOWN, Contents, Numbers
 
+#: Copies that are looked at for each one that is added.
+LOOKED_AT = 16
 #: What a look at device pages finds there now.
 Look = Callable[[torch.Tensor], Numbers]
 
@@ -55,14 +57,22 @@ class Flights:
         self.page_size = page_size
         self.reports = reports
         self.flying: list[Flight] = []
+        # By host pool: how many copies are to read or to write each slot, and how many owned ones.
+        self._counts: dict[int, tuple[Numbers, Numbers]] = {}
         self._held: list[tuple[Callable[[torch.Tensor], Any], Any, Numbers]] = []
 
     def queued(self, flight: Flight, queue: list[Any], acks: list[Any]) -> None:
         """A copy was queued, or (up to 0.5.20, a backup) submitted at once."""
         if not queue and acks:
             flight.over = acks[-1].finish_event.query
-        self.settle()
+        self.add(flight)
+
+    def add(self, flight: Flight) -> None:
+        """A copy is to be made, or runs. The oldest are looked at, to be forgotten if over."""
+        oldest, self.flying = self.flying[:LOOKED_AT], self.flying[LOOKED_AT:]
+        self._forget_over(oldest)
         self.flying.append(flight)
+        self._count(flight, 1)
 
     def watch(self) -> None:
         """Follow what the controller submits, and what its host pools get back."""
@@ -106,8 +116,10 @@ class Flights:
         def free(slots: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not self.flying or not len(slots):
                 return original_free(slots, *args, **kwargs)
-            self.settle()
             busy = self._busy(pool, slots)
+            if busy.any():
+                self.settle()
+                busy = self._busy(pool, slots)
             if not busy.any() or not self.reports(int(busy.sum()) // self.page_size):
                 return original_free(slots, *args, **kwargs)
             late = busy & ~self._busy(pool, slots, owned=True)
@@ -119,7 +131,7 @@ class Flights:
             return len(slots)
 
         def alloc(*args: Any, **kwargs: Any) -> Any:
-            if self.flying or self._held:
+            if self._held:
                 self.settle()
             return original_alloc(*args, **kwargs)
 
@@ -128,16 +140,24 @@ class Flights:
     def _busy(self, pool: Any, slots: torch.Tensor, *, owned: bool = False) -> Numbers:
         """Mask (bool) of host slots that a copy is to read or to write; of owned ones only."""
         asked = slots.detach().to("cpu", torch.int64).numpy()
-        busy = np.zeros(asked.shape[0], dtype=bool)
-        for flight in self.flying:
-            for other, used in flight.slots if flight.owned or not owned else ():
-                if other is pool:
-                    busy |= np.isin(asked, used)
+        if id(pool) not in self._counts:
+            return np.zeros(asked.shape[0], dtype=bool)
+        counts = self._counts[id(pool)][owned]
+        busy: Numbers = counts[np.clip(asked, 0, counts.shape[0] - 1)] > 0
         return busy
+
+    def _count(self, flight: Flight, more: int) -> None:
+        for pool, used in flight.slots:
+            if id(pool) not in self._counts:
+                size = int(pool.size) + self.page_size
+                self._counts[id(pool)] = np.zeros(size, np.int32), np.zeros(size, np.int32)
+            for counts in self._counts[id(pool)][: 1 + flight.owned]:
+                np.add.at(counts, used, more)
 
     def settle(self) -> None:
         """Forget the copies that are over, and let go of what was held for them."""
-        self.flying = [f for f in self.flying if f.over is None or not f.over()]
+        known, self.flying = self.flying, []
+        self._forget_over(known)
         if not self._held:
             return
         held, self._held = self._held, []
@@ -149,7 +169,15 @@ class Flights:
             if not busy.all():
                 free(slots[~torch.from_numpy(busy)])
 
+    def _forget_over(self, some: list[Flight]) -> None:
+        for flight in some:
+            if flight.over is None or not flight.over():
+                self.flying.append(flight)
+            else:
+                self._count(flight, -1)
+
     def forget(self) -> None:
         """The host pools were emptied, and the queues with them."""
         self.flying.clear()
+        self._counts.clear()
         self._held.clear()

@@ -61,7 +61,7 @@ class Retraction:
             self.tier.contents_of(pool).write(slots, number)
         flight = Flight(used, owned=True, over=lambda: name not in self._kept)
         self._kept[name] = number, flight
-        self.tier.flights.flying.append(flight)
+        self.tier.flights.add(flight)
 
     def _look(self, backup: Any) -> None:
         """Report what of a backup is somebody else's by now."""

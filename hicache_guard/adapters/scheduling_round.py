@@ -19,17 +19,23 @@ from typing import Any
 from hicache_guard.adapters.tree_link import ATTRIBUTE, TreeLink
 
 
-def calc_priority(original: Callable[..., Any], policy: Any, *args: Any, **kwargs: Any) -> Any:
+def calc_priority(
+    original: Callable[..., Any], policy: Any, waiting_queue: list[Any], *args: Any, **kwargs: Any
+) -> Any:
     book = _book_of(policy.tree_cache)
     if book is None or not book.waits():
-        return original(policy, *args, **kwargs)
+        return original(policy, waiting_queue, *args, **kwargs)
+    came = [*waiting_queue]
     with book.gathering():
-        found = original(policy, *args, **kwargs)
-    return found if book.settle() else original(policy, *args, **kwargs)
+        found = original(policy, waiting_queue, *args, **kwargs)
+    if book.settle():
+        return found
+    waiting_queue[:] = came  # among equals, who came first goes first
+    return original(policy, waiting_queue, *args, **kwargs)
 
 
 def _book_of(tree: Any) -> TreeLink | None:
     """What is known of a tree, or of the one that a session cache stands in front of."""
-    holders = (tree, vars(tree).get("inner"))
-    books = (vars(holder).get(ATTRIBUTE) for holder in holders if holder is not None)
+    holders = (tree, getattr(tree, "inner", None))
+    books = (getattr(holder, ATTRIBUTE, None) for holder in holders)
     return next((book for book in books if isinstance(book, TreeLink)), None)

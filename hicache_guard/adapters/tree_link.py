@@ -18,6 +18,7 @@ import torch
 from hicache_guard.adapters.host_copies import HostTier
 from hicache_guard.adapters.link import AllocatorLink
 from hicache_guard.adapters.recorder import Recorder
+from hicache_guard.core.compiled import Books
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.proof import Adopted, Proved
 
@@ -65,9 +66,10 @@ class TreeLink:
         self.found: list[tuple[Any, Any, int]] = []
         #: What was found whole in the last round, and the operation and mapping of then.
         self.whole: set[tuple[Any, int]] = set()
-        self._marked = (-1, -1)
+        self._marked = (-1, -1, 0)
         #: What comes before nodes that are shorter than the window; see ``proved_later``.
         self.tails: dict[int, tuple[list[Any], int]] = {}
+        self._named_by: Books | None = None
 
     def judged(self, name: str, request: str | None, check: Callable[[], Any]) -> Any:
         """As ``AllocatorLink.judged``; else on behalf of the request whose method runs."""
@@ -129,6 +131,9 @@ class TreeLink:
             return -1
         if self.gives_slots and isinstance(result.last_device_node, self.virtual):
             return -1
+        if books is not self._named_by:  # serials were shifted, and names bear them
+            self._named_by = books
+            self.tails.clear()
         mapping = self.state["full_to_swa_index_mapping"]
         return books.proves(result, mapping, self.need, self.value_of, self.full, self.tails)
 
@@ -194,7 +199,7 @@ class TreeLink:
             check = partial(self.guard.whole_prefixes, slots, self.need)
             whole = self.judged("match_prefix", None, check)
         self.whole = {key for key, right in zip(paths, whole, strict=True) if right}
-        self._mark()
+        self._marked = self._now()
         if not all(whole):
             return False
         for params, _, length in found:
@@ -203,13 +208,12 @@ class TreeLink:
 
     def known(self, result: Any, length: int) -> bool:
         """Whether a match was found whole in this round, and no KV has changed since."""
-        mapping: torch.Tensor = self.state["full_to_swa_index_mapping"]
-        same = self._marked == (self.guard.serial, mapping._version)
-        return same and self._key(result, length) in self.whole
+        return self._marked == self._now() and self._key(result, length) in self.whole
 
-    def _mark(self) -> None:
+    def _now(self) -> tuple[int, int, int]:
+        """The last operation; and the mapping, which may be written or replaced behind us."""
         mapping: torch.Tensor = self.state["full_to_swa_index_mapping"]
-        self._marked = self.guard.serial, mapping._version
+        return self.guard.serial, mapping._version, id(mapping)
 
     @staticmethod
     def _key(result: Any, length: int) -> tuple[Any, int]:
@@ -282,13 +286,13 @@ class TreeLink:
 
     def prove(self, path: torch.Tensor, request: str | None) -> Proved:
         """Which resume points of a path can be proved; slot by slot."""
-        paths, current = [path], self._marked
+        paths, before = [path], self._now()
         found: list[Proved] = self.judged(
             "match_prefix", request, lambda: self.guard.prove_prefixes(paths, self.need)
         )
-        mapping: torch.Tensor = self.state["full_to_swa_index_mapping"]
-        if current == (self.guard.serial - 1, mapping._version):
-            self._mark()  # a look changes nothing
+        after = self._now()
+        if self._marked == before and after == (before[0] + 1, *before[1:]):
+            self._marked = after  # a look changes nothing
         return found[0]
 
 

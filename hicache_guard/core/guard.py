@@ -42,6 +42,8 @@ MAX_REPORTS_PER_KIND = 50
 MAX_VERDICTS_UNDER_WAY = 4096
 #: Operations remembered as reported; an operation's reports come close together.
 MAX_REPORTED = 65_536
+#: Slots of matched paths that are looked at in one go; each costs some 80 bytes meanwhile.
+MAX_AT_ONCE = 262_144
 #: Backups that can be restored with their mapping; SGLang keeps one at a time.
 MAX_BACKUPS = 8
 
@@ -1203,13 +1205,17 @@ class PoolGuard:
         For all waiting requests of a scheduling round: one gather and one host read for all of
         them. Nothing is reported; what is not whole is to be judged for the request that it is of.
         """
-        lengths = [path.shape[0] for path in paths]
-        slots = torch.cat(list(paths))
-        live = self.witness.live(slots, self.map, self._entries(slots))
-        bad = torch.where(_tails(lengths, need, slots.device), ~live, ~self.witness.resident(slots))
-        which = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-        count = torch.zeros(len(lengths), dtype=torch.int64, device=slots.device)
-        answer = HostCopy(count.index_add_(0, which.to(slots.device), bad.long()))
+        counts: list[torch.Tensor] = []
+        for some in _portions(paths, MAX_AT_ONCE):
+            lengths = [path.shape[0] for path in some]
+            slots = torch.cat(some)
+            live = self.witness.live(slots, self.map, self._entries(slots))
+            tail = _tails(lengths, need, slots.device)
+            bad = torch.where(tail, ~live, ~self.witness.resident(slots))
+            which = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+            count = torch.zeros(len(lengths), dtype=torch.int64, device=slots.device)
+            counts.append(count.index_add_(0, which.to(slots.device), bad.long()))
+        answer = HostCopy(torch.cat(counts))
         self.wait_for(answer)
         return [not wrong for wrong in answer.values()]
 
@@ -1294,6 +1300,20 @@ class PoolGuard:
         """Bytes of device memory that the guard holds beside the pools."""
         books = (self.full, self.window, self.map, self.witness)
         return sum(book.nbytes() for book in books)
+
+
+def _portions(paths: Sequence[torch.Tensor], most: int) -> Iterator[list[torch.Tensor]]:
+    """Consecutive ``paths`` of ``most`` slots together, or one that is longer."""
+    portion: list[torch.Tensor] = []
+    total = 0
+    for path in paths:
+        if portion and total + path.shape[0] > most:
+            yield portion
+            portion, total = [], 0
+        portion.append(path)
+        total += path.shape[0]
+    if portion:
+        yield portion
 
 
 def _tails(lengths: Sequence[int], need: int, device: torch.device) -> torch.Tensor:
