@@ -78,6 +78,10 @@ class Story:
         self.tier = host_tier.HostTier(self.server, self.policy, storage=self.storage)
         self.idle = self.room()
 
+    def whole_pages(self, tokens: list[int]) -> list[int]:
+        """As many tokens as a tree caches of these."""
+        return tokens[: len(tokens) // self.page * self.page]
+
     # --- what a scheduler does -----------------------------------------------------------------
 
     def room(self) -> tuple[int, int]:

@@ -23,8 +23,6 @@ Prints one JSON line a tree, page size, scene and mode. Run: ``python -P in_flig
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import threading
@@ -37,23 +35,19 @@ import torch
 
 from hicache_guard.adapters import host_copies, tree_link
 from hicache_guard.adapters.allocator import guard_of
-from hicache_guard.adapters.hooks import install, running_version, uninstall
 from hicache_guard.adapters.host_flights import Flights
 from hicache_guard.adapters.link import link_of
 from hicache_guard.core import contents
-from hicache_guard.core.errors import GuardViolation
-from hicache_guard.core.report import Violation
-from hicache_guard.repro import host_tier, pools, scheduling
+from hicache_guard.repro import host_tier, scheduling
+from real import tales
 from real.host_tier import Finding, Job, Story, must
 from real.stale_copies import fill, take
 from real.storage import fetch
 
-PAGES = (1, 16)
 MUTATIONS = ("not kept", "not looked at again")
-MODES = (None, "observe", "enforce", "strict")
 
 
-class NotHere(Exception):
+class NotHere(Finding):
     """The release has no such gap."""
 
 
@@ -63,7 +57,7 @@ def prompt(story: Story) -> list[int]:
 
 def load(side: int) -> Callable[[Story], None]:
     def scene(story: Story) -> None:
-        known = whole_pages(story, story.run("first", prompt(story), 3 * story.unit))
+        known = story.whole_pages(story.run("first", prompt(story), 3 * story.unit))
         story.tier.flush_writes()
         story.empty_the_device()
         job = story.match("again", [*known, 3, 3, 3])
@@ -80,7 +74,7 @@ def load(side: int) -> Callable[[Story], None]:
 def backup(side: int) -> Callable[[Story], None]:
     def scene(story: Story) -> None:
         first = queue_a_backup(story)
-        known = whole_pages(story, first.tokens)
+        known = story.whole_pages(first.tokens)
         taken = take(story, side)
         fill(story, side, taken)
         story.tier.flush_writes()
@@ -95,10 +89,6 @@ def backup(side: int) -> Callable[[Story], None]:
         story.bytes_of(story.server.prefix(job.req), known)
 
     return scene
-
-
-def whole_pages(story: Story, tokens: list[int]) -> list[int]:
-    return tokens[: len(tokens) // story.page * story.page]
 
 
 def queue_a_backup(story: Story) -> Job:
@@ -124,7 +114,7 @@ def store(side: int) -> Callable[[Story], None]:
 
         controller._page_backup = put_late
         try:
-            known = whole_pages(story, story.run("first", prompt(story), 3 * story.unit))
+            known = story.whole_pages(story.run("first", prompt(story), 3 * story.unit))
             story.tier.flush_writes()
             must(bool(story.server.tree.ongoing_backup), "nothing is being stored")
             fill(story, side, take(story, side))
@@ -144,7 +134,7 @@ def store(side: int) -> Callable[[Story], None]:
 
 
 def backup_device(story: Story) -> None:
-    known = whole_pages(story, queue_a_backup(story).tokens)
+    known = story.whole_pages(queue_a_backup(story).tokens)
     allocator, guard = story.server.allocator, link_of(story.server.allocator)
     slots = story.server.tree_slots()[: len(known)]
     # As where a lock was lost: the tree's own eviction, and nobody else's free.
@@ -206,10 +196,7 @@ def mutate(mode: str | None) -> None:
 def play(
     release: scheduling.Release, tree: str, page: int, scene: str, mode: str | None
 ) -> dict[str, Any]:
-    uninstall()
-    reports: list[Violation] = []
-    if mode is not None:
-        install("enforce" if mode in MUTATIONS else mode, on_report=reports.append)
+    reports = tales.guarded(mode)
     mutate(mode)
     storing = scene.startswith("store") and hasattr(
         scheduling._first("mem_cache.unified_radix_cache:UnifiedRadixCache"),
@@ -218,42 +205,20 @@ def play(
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         story = Story(release, tree, page, "write_through", storage=folder if storing else None)
         try:
-            SCENES[scene](story)
-            ended = "right"
-        except NotHere as why:
-            ended = str(why)
-        except Finding as finding:
-            ended = f"bytes: {finding}" if "not what was written" in str(finding) else str(finding)
-        except GuardViolation:
-            ended = "raised"
+            row = tales.outcome(lambda: SCENES[scene](story))
         finally:
             if storing:
                 story.tier.close()
-    row: dict[str, Any] = {}
     if mode is not None:
         flights = vars(story.server.tree)[tree_link.ATTRIBUTE].tier.flights
         flights.settle()
         row["kept"] = len(flights._held)
-    return {**row, "ended": ended[:120], "faults": sorted({r.fault.value for r in reports})}
+    return {**row, "faults": tales.faults(reports)}
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--page-sizes", type=int, nargs="*", default=PAGES)
-    pages = options.parse_args().page_sizes
-    pools.quiet()
-    release = scheduling.Release()
-    for tree in scheduling.trees():
-        if tree == "legacy":
-            continue  # it has no host tier
-        for page in pages:
-            for scene in SCENES:
-                mutation = MUTATIONS[1 if scene == "backup, device" else 0]
-                for mode in (*MODES, mutation):
-                    row = {"version": running_version(), "tree": tree, "page_size": page}
-                    found = play(release, tree, page, scene, mode)
-                    print(json.dumps({**row, "scene": scene, "mode": mode, **found}), flush=True)
-    return 0
+    last = {scene: MUTATIONS[scene == "backup, device"] for scene in SCENES}
+    return tales.print_all(__doc__, play, {scene: (name,) for scene, name in last.items()})
 
 
 if __name__ == "__main__":

@@ -23,8 +23,6 @@ Prints one JSON line a tree, page size, scene and mode. Run: ``python -P load_ra
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,16 +30,13 @@ from typing import Any
 import torch
 
 from hicache_guard.adapters import cached_translation, passed_translation
-from hicache_guard.adapters.hooks import install, running_version, uninstall
 from hicache_guard.core.errors import GuardViolation
-from hicache_guard.core.report import Violation
 from hicache_guard.core.translation import Remembered
-from hicache_guard.repro import host_tier, pools, scheduling
-from real.host_tier import Finding, Job, Story, must
+from hicache_guard.repro import host_tier, scheduling
+from real import tales
+from real.host_tier import Job, Story, must
 
-PAGES = (1, 16)
 MUTATIONS = ("no comparison", "no epoch")
-MODES = (None, "observe", "enforce", "strict", *MUTATIONS)
 
 
 def begin(story: Story, name: str, tokens: list[int]) -> tuple[Job, host_tier.ForwardPass]:
@@ -59,7 +54,7 @@ def on_the_host(story: Story) -> list[int]:
     known = story.run("first", [10 + number for number in range(5 * story.unit)], story.unit + 1)
     story.tier.flush_writes()
     story.empty_the_device()
-    return known[: len(known) // story.page * story.page]
+    return story.whole_pages(known)
 
 
 def neighbour(story: Story, count: int) -> Job:
@@ -161,39 +156,15 @@ def mutate(mode: str | None) -> None:
 def play(
     release: scheduling.Release, tree: str, page: int, scene: str, mode: str | None
 ) -> dict[str, Any]:
-    uninstall()
-    reports: list[Violation] = []
-    if mode is not None:
-        install("enforce" if mode in MUTATIONS else mode, on_report=reports.append)
+    reports = tales.guarded(mode)
     mutate(mode)
     story = Story(release, tree, page, "write_through", passes=False)
-    found: dict[str, Any] = {}
-    try:
-        found = SCENES[scene](story)
-        ended = "right"
-    except Finding as finding:
-        ended = f"bytes: {finding}" if "are not what was written" in str(finding) else str(finding)
-    except GuardViolation:
-        ended = "raised"
-    return {"ended": ended[:120], "faults": sorted({r.fault.value for r in reports}), **found}
+    told = tales.outcome(lambda: SCENES[scene](story))
+    return {**told, "faults": tales.faults(reports)}
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--page-sizes", type=int, nargs="*", default=PAGES)
-    pools.quiet()
-    release = scheduling.Release()
-    pages = options.parse_args().page_sizes
-    for tree in scheduling.trees():
-        if tree == "legacy":
-            continue  # it has no host tier
-        for page in pages:
-            for scene in SCENES:
-                for mode in MODES:
-                    row = {"version": running_version(), "tree": tree, "page_size": page}
-                    found = play(release, tree, page, scene, mode)
-                    print(json.dumps({**row, "scene": scene, "mode": mode, **found}), flush=True)
-    return 0
+    return tales.print_all(__doc__, play, dict.fromkeys(SCENES, MUTATIONS))
 
 
 if __name__ == "__main__":

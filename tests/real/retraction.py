@@ -21,25 +21,19 @@ Prints one JSON line a tree, page size, scene and mode. Run: ``python -P retract
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from typing import Any
 
 import torch
 
-from hicache_guard.adapters.hooks import install, running_version, uninstall
 from hicache_guard.adapters.host_flights import Flights
 from hicache_guard.adapters.retraction import Retraction
-from hicache_guard.core.errors import GuardViolation
-from hicache_guard.core.report import Violation
-from hicache_guard.repro import host_tier, pools, scheduling
-from real.host_tier import Finding, Job, Story, must
+from hicache_guard.repro import host_tier, scheduling
+from real import tales
+from real.host_tier import Job, Story, must
 from real.in_flight import _never
 from real.stale_copies import fill, take
 
-PAGES = (1, 16)
-MODES = (None, "observe", "enforce", "strict")
 SCENES = {
     "legal": (),
     "handed on, full": ("not kept", "not kept, no ticket"),
@@ -83,7 +77,7 @@ def take_up(story: Story, job: Job, backup: Any) -> None:
         must(bool((got == right).all()), f"layer {layer} is not what was written")
 
 
-def tell(story: Story, scene: str) -> str:
+def tell(story: Story, scene: str) -> None:
     job = run(story)
     if scene == "row handed on":
         # Before its window, after what is the tree's.
@@ -102,7 +96,7 @@ def tell(story: Story, scene: str) -> str:
         got = got.flatten(2).view(torch.int64)
         right = host_tier.pattern(job.tokens[: job.written], 0, layer, got.shape[2])
         must(bool((got == right).all()), "what was backed up is not what was written")
-        return "right"
+        return
     backup = retract(story, job)
     must(backup is not None, "not backed up")
     story.tier.flush_writes()
@@ -111,7 +105,6 @@ def tell(story: Story, scene: str) -> str:
         side = 1 if scene.endswith("window") else 0
         fill(story, side, take(story, side))
     take_up(story, job, backup)
-    return "right"
 
 
 _BUSY: Any = Flights._busy
@@ -125,40 +118,18 @@ def _blind(*asked: Any) -> None:
 def play(
     release: scheduling.Release, tree: str, page: int, scene: str, mode: str | None
 ) -> dict[str, Any]:
-    uninstall()
-    reports: list[Violation] = []
-    if mode is not None:
-        install("enforce" if mode not in MODES else mode, on_report=reports.append)
+    reports = tales.guarded(mode)
     kept = mode is None or not mode.startswith("not kept")
     setattr(Flights, "_busy", _BUSY if kept else _never)  # noqa: B010
     blind = mode is not None and mode.endswith("no ticket")
     setattr(Retraction, "_look", _blind if blind else _LOOK)  # noqa: B010
     story = Story(release, tree, page, "write_through")
-    try:
-        ended = tell(story, scene)
-    except Finding as finding:
-        ended = f"bytes: {finding}" if "not what was written" in str(finding) else str(finding)
-    except GuardViolation:
-        ended = "raised"
-    return {"ended": ended[:120], "faults": sorted({r.fault.value for r in reports})}
+    told = tales.outcome(lambda: tell(story, scene))
+    return {**told, "faults": tales.faults(reports)}
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--page-sizes", type=int, nargs="*", default=PAGES)
-    pages = options.parse_args().page_sizes
-    pools.quiet()
-    release = scheduling.Release()
-    for tree in scheduling.trees():
-        if tree == "legacy":
-            continue  # it has no host tier
-        for page in pages:
-            for scene, mutations in SCENES.items():
-                for mode in (*MODES, *mutations):
-                    row = {"version": running_version(), "tree": tree, "page_size": page}
-                    found = play(release, tree, page, scene, mode)
-                    print(json.dumps({**row, "scene": scene, "mode": mode, **found}), flush=True)
-    return 0
+    return tales.print_all(__doc__, play, SCENES)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ Prints one JSON line a tree, page size, scene and mode. Run: ``python -P stale_c
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -20,14 +19,10 @@ from typing import Any
 import torch
 
 from hicache_guard.adapters import host_copies
-from hicache_guard.adapters.hooks import install, running_version, uninstall
 from hicache_guard.core import contents
-from hicache_guard.core.errors import GuardViolation
-from hicache_guard.core.report import Violation
-from hicache_guard.repro import pools, scheduling
-from real.host_tier import Finding, Story
-
-PAGES = (1, 16)
+from hicache_guard.repro import scheduling
+from real import tales
+from real.host_tier import Story
 
 
 def take(story: Story, side: int) -> torch.Tensor:
@@ -65,7 +60,7 @@ SCENES = {"full copy handed on": hand_on(0), "window copy handed on": hand_on(1)
 def tell(story: Story, spoil: Callable[[Story], None]) -> dict[str, Any]:
     prompt = [10 + number for number in range(5 * story.unit)]
     known = story.run("first", prompt, 3 * story.unit + 1)
-    known = known[: len(known) // story.page * story.page]
+    known = story.whole_pages(known)
     story.tier.flush_writes()
     story.empty_the_device()
     spoil(story)
@@ -96,38 +91,17 @@ def _all_loaded(tier: Any, path: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def play(
     release: scheduling.Release, tree: str, page: int, scene: str, mode: str | None
 ) -> dict[str, Any]:
-    uninstall()
-    reports: list[Violation] = []
-    if mode is not None:
-        install("enforce" if mode == "no prints" else mode, on_report=reports.append)
+    reports = tales.guarded(mode)
     asked = mode != "no prints"
     setattr(host_copies, "wrong_pages", _WRONG_PAGES if asked else _all_right)  # noqa: B010
     setattr(host_copies.HostTier, "loaded", _LOADED if asked else _all_loaded)  # noqa: B010
     story = Story(release, tree, page, "write_through")
-    found: dict[str, Any] = {}
-    try:
-        found = tell(story, SCENES[scene])
-        ended = "right"
-    except Finding as finding:
-        ended = f"bytes: {finding}"
-    except GuardViolation:
-        ended = "raised"
-    return {"ended": ended[:120], "faults": sorted({r.fault.value for r in reports}), **found}
+    told = tales.outcome(lambda: tell(story, SCENES[scene]))
+    return {**told, "faults": tales.faults(reports)}
 
 
 def main() -> int:
-    pools.quiet()
-    release = scheduling.Release()
-    for tree in scheduling.trees():
-        if tree == "legacy":
-            continue  # it has no host tier
-        for page in PAGES:
-            for scene in SCENES:
-                for mode in (None, "observe", "enforce", "strict", "no prints"):
-                    row = {"version": running_version(), "tree": tree, "page_size": page}
-                    found = play(release, tree, page, scene, mode)
-                    print(json.dumps({**row, "scene": scene, "mode": mode, **found}), flush=True)
-    return 0
+    return tales.print_all(__doc__, play, dict.fromkeys(SCENES, ("no prints",)))
 
 
 if __name__ == "__main__":

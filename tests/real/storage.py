@@ -24,8 +24,6 @@ Prints one JSON line a tree, page size, scene and mode. Run: ``python -P storage
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import tempfile
 import threading
@@ -34,19 +32,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from hicache_guard.adapters import host_copies, tree_link
-from hicache_guard.adapters.hooks import install, running_version, uninstall
 from hicache_guard.core import contents
-from hicache_guard.core.errors import GuardViolation
-from hicache_guard.core.report import Violation
-from hicache_guard.repro import pools, scheduling
-from real.host_tier import Finding, Job, Story, must
-from real.stale_copies import fill, hand_on, take
+from hicache_guard.repro import scheduling
+from real import tales
+from real.host_tier import Job, Story, must
+from real.stale_copies import _LOADED, _WRONG_PAGES, _all_loaded, _all_right, fill, hand_on, take
 
-PAGES = (1, 16)
-MODES = (None, "observe", "enforce", "strict")
 LEGAL = ("from the start", "goes on", "for nobody known")
 
 
@@ -63,7 +56,7 @@ def stored(story: Story) -> list[int]:
     story.tier.flush_writes()
     story.tier.settle_storage()
     give_up(story)
-    return known[: len(known) // story.page * story.page]
+    return story.whole_pages(known)
 
 
 def fetch(story: Story, name: str, tokens: list[int], count: int) -> Job:
@@ -170,18 +163,7 @@ SCENES: dict[str, Callable[[Story], dict[str, int]]] = {
 
 # -- proof by mutation ------------------------------------------------------------------------------
 
-_WRONG_PAGES: Any = contents.wrong_pages
-_LOADED: Any = host_copies.HostTier.loaded
 _PRINTS_FOR: Any = host_copies.HostTier._prints_for
-
-
-def _all_right(*asked: Any) -> int:
-    return 0
-
-
-def _all_loaded(tier: Any, path: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    yes = torch.ones_like(path, dtype=torch.bool)
-    return yes, yes
 
 
 def _excused(found: Any) -> Any:
@@ -209,25 +191,16 @@ MUTATIONS: dict[str, tuple[tuple[Any, Any, Any], tuple[str, ...]]] = {
 def play(
     release: scheduling.Release, tree: str, page: int, scene: str, mode: str | None
 ) -> dict[str, Any]:
-    uninstall()
-    reports: list[Violation] = []
-    if mode is not None:
-        install("enforce" if mode in MUTATIONS else mode, on_report=reports.append)
+    reports = tales.guarded(mode)
     whole = (_WRONG_PAGES, _LOADED, _PRINTS_FOR)
     parts = MUTATIONS[mode][0] if mode in MUTATIONS else whole
     setattr(host_copies, "wrong_pages", parts[0])  # noqa: B010
     setattr(host_copies.HostTier, "loaded", parts[1])  # noqa: B010
     setattr(host_copies.HostTier, "_prints_for", parts[2])  # noqa: B010
-    row: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         story = Story(release, tree, page, "write_through", storage=folder)
         try:
-            row |= SCENES[scene](story)
-            ended = "right"
-        except Finding as finding:
-            ended = f"bytes: {finding}" if "not what was written" in str(finding) else str(finding)
-        except GuardViolation:
-            ended = "raised"
+            row = tales.outcome(lambda: SCENES[scene](story))
         finally:
             story.tier.close()
         if mode is not None:
@@ -237,27 +210,15 @@ def play(
                 for pool in story.tier.host_pools()
             )
             row["under way"] = len(tier.fetches)
-    return {"ended": ended[:120], "faults": sorted({r.fault.value for r in reports}), **row}
+    return {**row, "faults": tales.faults(reports)}
 
 
 def main() -> int:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--page-sizes", type=int, nargs="*", default=PAGES)
-    options.add_argument("--trees", nargs="*", default=("unified", "unified-rust"))
-    chosen = options.parse_args()
-    pools.quiet()
-    release = scheduling.Release()
-    for tree in scheduling.trees():
-        if tree not in chosen.trees:
-            continue  # nor has the legacy one a host tier
-        for page in chosen.page_sizes:
-            for scene in SCENES:
-                mutations = [name for name, (_, scenes) in MUTATIONS.items() if scene in scenes]
-                for mode in (*MODES, *mutations):
-                    row = {"version": running_version(), "tree": tree, "page_size": page}
-                    found = play(release, tree, page, scene, mode)
-                    print(json.dumps({**row, "scene": scene, "mode": mode, **found}), flush=True)
-    return 0
+    noticed = {
+        scene: [name for name, (_, scenes) in MUTATIONS.items() if scene in scenes]
+        for scene in SCENES
+    }
+    return tales.print_all(__doc__, play, noticed)
 
 
 if __name__ == "__main__":
