@@ -24,13 +24,14 @@ import torch
 from hicache_guard.adapters import retraction
 from hicache_guard.adapters.host_flights import Flight, Flights, Look
 from hicache_guard.adapters.link import AllocatorLink
-from hicache_guard.adapters.recorder import request_of
+from hicache_guard.adapters.recorder import length_of, request_of
 from hicache_guard.core.contents import (
     UNKNOWN,
     VOUCHED,
     Contents,
     Numbers,
     fitted,
+    numbers,
     prints,
     ticket,
     wrong_pages,
@@ -97,7 +98,7 @@ class HostTier:
         tokens = _tokens(key)
         found = prints(tokens[: slots.shape[0]], self.page_size, *_namespace(key))
         first = -(-start // self.page_size)
-        rows = _numbers(slots)[first * self.page_size :]
+        rows = numbers(slots)[first * self.page_size :]
         self.full.write(rows, found[first : slots.shape[0] // self.page_size])
 
     def expect(self, req: Any) -> None:
@@ -123,7 +124,7 @@ class HostTier:
     def full_prints(self, slots: torch.Tensor) -> Numbers:
         """What full slots (int64, whole pages) hold, as far as the tree can prove it."""
         held = self.link.guard.witness.resident(slots)
-        return self._where(held, self.full.read(_numbers(slots)))
+        return self._where(held, self.full.read(numbers(slots)))
 
     def window_prints(self, slots: torch.Tensor) -> Numbers:
         """As ``full_prints`` of window slots, by the full slots that own them."""
@@ -132,10 +133,10 @@ class HostTier:
         rows = owner.index_select(0, slots.clamp(0, owner.shape[0] - 1)).to(torch.int64)
         entries = mapping.index_select(0, rows)
         held = (entries == slots) & guard.witness.live(rows, guard.map, entries)
-        return self._where(held, self.full.read(_numbers(rows)))
+        return self._where(held, self.full.read(numbers(rows)))
 
     def _where(self, held: torch.Tensor, found: Numbers) -> Numbers:
-        return np.where(_numbers(held)[:: self.page_size] != 0, found, UNKNOWN)
+        return np.where(numbers(held)[:: self.page_size] != 0, found, UNKNOWN)
 
     def loaded(self, path: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Masks (bool) of the slots of a path that hold what they must, full side and window side.
@@ -144,7 +145,7 @@ class HostTier:
         """
         size = self.page_size
         entries = self.link.guard.map.mapping.index_select(0, path)
-        full, window = self.full.read(_numbers(path)), self.window.read(_numbers(entries))
+        full, window = self.full.read(numbers(path)), self.window.read(numbers(entries))
         due = full if self.expected is None else fitted(self.expected, full.shape[0])
         masks = []
         for found in (full, window):
@@ -164,9 +165,9 @@ class HostTier:
         if entry[2] is None or fetch.taken:
             return
         fetch.taken = True
-        self._host_contents().write(_numbers(entry[2]), fetch.ticket)
+        self._host_contents().write(numbers(entry[2]), fetch.ticket)
         for part in _staged(entry):
-            self._host_contents(part).write(_numbers(part.host_indices), fetch.ticket)
+            self._host_contents(part).write(numbers(part.host_indices), fetch.ticket)
 
     def fetch_ends(self, name: Any, entry: Any) -> None:
         """A fetch leaves the tree's list: what it brought is in the tree, or given back."""
@@ -174,13 +175,13 @@ class HostTier:
         if fetch is None or not fetch.taken:
             return
         operation, size = entry[3], self.page_size
-        slots = _numbers(entry[2])[: int(operation.completed_tokens) // size * size]
+        slots = numbers(entry[2])[: int(operation.completed_tokens) // size * size]
         found = VOUCHED if fetch.prints is None else fitted(fetch.prints, len(slots) // size)
         self._host_contents().exchange(slots, fetch.ticket, found)
         places = {key: page for page, key in enumerate(operation.hash_value or ())}
         for part in _staged(entry):
             pages = [places.get(key, -1) for key in part.keys or ()]
-            slots = _numbers(part.host_indices)[: len(pages) * size]
+            slots = numbers(part.host_indices)[: len(pages) * size]
             if fetch.prints is None:
                 found = VOUCHED
             else:
@@ -206,9 +207,7 @@ class HostTier:
         params, result = self.asked
         if request_of(params) not in (None, getattr(name, "rid", name)):
             return None
-        found = getattr(result, "device_indices", None)
-        start = int(result.device_prefix_len if found is None else found.shape[0])
-        start += int(result.host_hit_length)
+        start = length_of(result) + int(result.host_hit_length)
         whole, more = _tokens(params.key), _tokens(key)
         both = min(len(whole) - start, len(more))
         if both < 0 or start % self.page_size or list(whole[start:][:both]) != list(more[:both]):
@@ -256,10 +255,6 @@ def contents_of(pool: Any) -> Contents:
         size = int(pool.page_size)
         found = vars(pool)[ATTRIBUTE] = Contents(int(pool.size) // size + 2, size)
     return found
-
-
-def _numbers(slots: torch.Tensor) -> Numbers:
-    return slots.detach().to("cpu", torch.int64).numpy()
 
 
 def _namespace(holder: Any) -> tuple[object, object]:
@@ -332,7 +327,7 @@ def _watch_alloc(pool: Any) -> None:
     def alloc(*args: Any, **kwargs: Any) -> Any:
         slots = original(*args, **kwargs)
         if slots is not None and len(slots):
-            contents_of(pool).write(_numbers(slots), UNKNOWN)
+            contents_of(pool).write(numbers(slots), UNKNOWN)
         return slots
 
     pool.alloc = alloc
@@ -360,9 +355,9 @@ def _watch_controller(tier: HostTier, controller: Any) -> None:
     def load(host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         parts = [p for p in _window_parts(args, kwargs) if p.host_indices is not None]
         pools = [host.entry_map[part.name].host_pool for part in parts]
-        used = [(anchor, _numbers(host_indices))]
+        used = [(anchor, numbers(host_indices))]
         used += [
-            (pool, _numbers(part.host_indices)) for pool, part in zip(pools, parts, strict=True)
+            (pool, numbers(part.host_indices)) for pool, part in zip(pools, parts, strict=True)
         ]
         found, *others = [contents_of(pool).read(slots) for pool, slots in used]
         wrong = wrong_pages(found, others, tier.expected) if tier.loading else 0
@@ -372,9 +367,9 @@ def _watch_controller(tier: HostTier, controller: Any) -> None:
         if device_indices is not None:
             flights.queued(Flight(used), controller.load_queue, [])
             if tier.loading:
-                tier.full.write(_numbers(device_indices), found)
+                tier.full.write(numbers(device_indices), found)
                 for part, other in zip(parts, others, strict=True):
-                    tier.window.write(_numbers(part.device_indices), other)
+                    tier.window.write(numbers(part.device_indices), other)
         return device_indices
 
     controller.write, controller.load = write, load
@@ -382,7 +377,7 @@ def _watch_controller(tier: HostTier, controller: Any) -> None:
 
 def _take(flight: Flight, pool: Any, host: torch.Tensor, device: torch.Tensor, look: Look) -> None:
     """A backup takes device pages to host pages, and their prints with them."""
-    books, slots, source = contents_of(pool), _numbers(host), device.to(torch.int64)
+    books, slots, source = contents_of(pool), numbers(host), device.to(torch.int64)
     found = look(source)
     books.write(slots, found)
     flight.slots.append((pool, slots))
@@ -398,10 +393,10 @@ def _watch_storing(tier: HostTier, controller: Any) -> None:
 
     def write_storage(host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         number = original(host_indices, *args, **kwargs)
-        used = [(host.anchor_entry.host_pool, _numbers(host_indices))]
+        used = [(host.anchor_entry.host_pool, numbers(host_indices))]
         for part in kwargs.get("extra_pools") or ():
             if part.name.name == "SWA" and part.host_indices is not None:
-                used.append((host.entry_map[part.name].host_pool, _numbers(part.host_indices)))
+                used.append((host.entry_map[part.name].host_pool, numbers(part.host_indices)))
         over = lambda: number not in tree.ongoing_backup  # noqa: E731
         tier.flights.add(Flight(used, over=over))
         return number

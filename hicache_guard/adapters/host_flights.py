@@ -17,9 +17,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from hicache_guard.core.contents import UNKNOWN, Contents, Numbers
+from hicache_guard.core.contents import UNKNOWN, Contents, Numbers, numbers
 
 #: Copies that are looked at for each one that is added.
 LOOKED_AT = 16
@@ -124,7 +125,7 @@ class Flights:
                 return original_free(slots, *args, **kwargs)
             late = busy & ~self._busy(pool, slots, owned=True)
             if late.any():
-                kept = slots[torch.from_numpy(late)].detach().to("cpu", torch.int64).numpy()
+                kept = numbers(slots[torch.from_numpy(late)])
                 self._held.append((original_free, pool, kept))
             if not busy.all():
                 original_free(slots[~torch.from_numpy(busy)], *args, **kwargs)
@@ -137,14 +138,15 @@ class Flights:
 
         pool.free, pool.alloc = free, alloc
 
-    def _busy(self, pool: Any, slots: torch.Tensor, *, owned: bool = False) -> Numbers:
+    def _busy(
+        self, pool: Any, slots: torch.Tensor, *, owned: bool = False
+    ) -> npt.NDArray[np.bool_]:
         """Mask (bool) of host slots that a copy is to read or to write; of owned ones only."""
-        asked = slots.detach().to("cpu", torch.int64).numpy()
+        asked = numbers(slots)
         if id(pool) not in self._counts:
             return np.zeros(asked.shape[0], dtype=bool)
         counts = self._counts[id(pool)][owned]
-        busy: Numbers = counts[np.clip(asked, 0, counts.shape[0] - 1)] > 0
-        return busy
+        return counts[np.clip(asked, 0, counts.shape[0] - 1)] > 0
 
     def _count(self, flight: Flight, more: int) -> None:
         for pool, used in flight.slots:

@@ -22,8 +22,8 @@ import torch
 from hicache_guard.adapters import hooks, tree_locks, tree_params
 from hicache_guard.adapters.host_copies import HostTier
 from hicache_guard.adapters.link import AllocatorLink, Factory, link_of
-from hicache_guard.adapters.recorder import request_of
-from hicache_guard.adapters.tree_link import ATTRIBUTE, TreeLink, clip, component, length_of
+from hicache_guard.adapters.recorder import length_of, request_of
+from hicache_guard.adapters.tree_link import ATTRIBUTE, TreeLink, clip, component
 from hicache_guard.core.journal import acting_for
 from hicache_guard.core.ledger import FREED
 

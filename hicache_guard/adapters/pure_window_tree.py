@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from hicache_guard.adapters.link import Factory, PoolLink, link_of
-from hicache_guard.adapters.recorder import Recorder, request_of
-from hicache_guard.adapters.tree_link import clip, length_of
+from hicache_guard.adapters.recorder import Recorder, length_of, request_of
+from hicache_guard.adapters.tree_link import clip
 from hicache_guard.core.single import SinglePool
 
 Method = Callable[..., Any]

@@ -113,3 +113,9 @@ def request_of(params: Any) -> str | None:
     """The id of the request that a match is for, where the release says so."""
     req = getattr(params, "req", None)
     return None if req is None else str(req.rid)
+
+
+def length_of(result: Any) -> int:
+    """Tokens of a match that are on the device."""
+    found = getattr(result, "device_indices", None)
+    return int(result.device_prefix_len if found is None else found.shape[0])

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from hicache_guard.adapters.host_flights import Flight
-from hicache_guard.core.contents import Numbers
+from hicache_guard.core.contents import Numbers, numbers
 
 if TYPE_CHECKING:
     from hicache_guard.adapters.host_copies import HostTier
@@ -80,7 +78,7 @@ class Retraction:
         for part in backup.pool_transfers or ():
             if part.name.name == "SWA":
                 parts.append((host.entry_map[part.name].host_pool, part.host_indices))
-        return [(pool, slots.detach().to("cpu", torch.int64).numpy()) for pool, slots in parts]
+        return [(pool, numbers(slots)) for pool, slots in parts]
 
 
 def _name(backup: Any) -> int:

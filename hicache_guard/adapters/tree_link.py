@@ -17,7 +17,7 @@ import torch
 
 from hicache_guard.adapters.host_copies import HostTier
 from hicache_guard.adapters.link import AllocatorLink
-from hicache_guard.adapters.recorder import Recorder
+from hicache_guard.adapters.recorder import Recorder, length_of
 from hicache_guard.core.compiled import Books
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.proof import Adopted, Proved
@@ -333,12 +333,6 @@ def clip(
         length = length_of(result)
     record.clipped(asked, claimed, proved, length)
     return result
-
-
-def length_of(result: Any) -> int:
-    """Tokens of a match that are on the device."""
-    found = getattr(result, "device_indices", None)
-    return int(result.device_prefix_len if found is None else found.shape[0])
 
 
 def _virtual_node() -> Any:

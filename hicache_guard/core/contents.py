@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Numbers = npt.NDArray[np.int64]
 
@@ -29,6 +30,11 @@ UNKNOWN = 0
 #: Stands for a page that was fetched from a storage backend, nobody here knows for which tokens.
 VOUCHED = -1
 _BASE = np.uint64(0x9E3779B97F4A7C15)
+
+
+def numbers(slots: torch.Tensor) -> Numbers:
+    """Slots (any integers, on any device) as they are kept here; waits for a device."""
+    return slots.detach().to("cpu", torch.int64).numpy()
 
 
 class _Powers:

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from hicache_guard.adapters import tree_link
+from hicache_guard.adapters import recorder, tree_link
 from hicache_guard.adapters.hooks import install, running_version, uninstall
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.guard import PoolGuard
@@ -200,7 +200,7 @@ def play(release: scheduling.Release, tree: str, scene: Scene, mode: str | None)
 
 
 def _no_proof() -> None:
-    tree_link.TreeLink.proved_at_once = lambda self, result: tree_link.length_of(result)  # type: ignore[method-assign]
+    tree_link.TreeLink.proved_at_once = lambda self, result: recorder.length_of(result)  # type: ignore[method-assign]
 
 
 def _insert_over_anything() -> None:

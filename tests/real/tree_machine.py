@@ -53,7 +53,8 @@ from hicache_guard.adapters import host_copies
 from hicache_guard.adapters.allocator import guard_of
 from hicache_guard.adapters.hooks import _MARK, install, running_version, uninstall
 from hicache_guard.adapters.link import _links as _known
-from hicache_guard.adapters.tree_link import TreeLink, length_of
+from hicache_guard.adapters.recorder import length_of
+from hicache_guard.adapters.tree_link import TreeLink
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.faults import Fault
 from hicache_guard.core.guard import PoolGuard
