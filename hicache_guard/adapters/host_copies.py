@@ -1,10 +1,10 @@
 """The host tier of a tree: a copy carries its witness to the host and back.
 
-Watched are ``write`` and ``load`` of the controller that queues the copies, and ``alloc`` of the
-host pools; objects, not classes, since their modules cannot be imported everywhere. Only what the
-tree can prove is given a print on its way to the host; what a load-back would bring must bear the
-prints of the prefix that it is loaded for, or nothing is loaded (enforce). SGLang takes that for a
-lack of memory, and the prefix is computed again.
+Watched are ``write`` and ``load`` of the controller that queues the copies; the object, not its
+class, whose module cannot be imported everywhere. Only what the tree can prove is given a print on
+its way to the host; what a load-back would bring must bear the prints of the prefix that it is
+loaded for, or nothing is loaded (enforce). SGLang takes that for a lack of memory, and the prefix
+is computed again. Enforce and strict wait for that one answer; observe waits for none.
 
 Also watched is the tree's own list of fetches from a storage backend: what a fetch takes of the
 host, and when it is over. What it brings gets the prints of the request that it is for; where that
@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache_guard.adapters import retraction
+from hicache_guard.adapters import host_pool, retraction
 from hicache_guard.adapters.host_flights import Flight, Flights, Look
+from hicache_guard.adapters.host_pool import contents_of, numbers
 from hicache_guard.adapters.link import AllocatorLink
 from hicache_guard.adapters.recorder import length_of, request_of
 from hicache_guard.core.contents import (
@@ -31,17 +32,15 @@ from hicache_guard.core.contents import (
     Contents,
     Numbers,
     fitted,
-    numbers,
     prints,
     ticket,
     wrong_pages,
 )
 from hicache_guard.core.faults import Fault
+from hicache_guard.core.journal import Operation
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.report import Violation, describe_operation
-
-#: The attribute under which a host pool holds what its pages hold.
-ATTRIBUTE = "_hicache_guard_contents"
+from hicache_guard.core.verdict import HostCopy
 
 
 @dataclass
@@ -65,8 +64,8 @@ class HostTier:
     def __init__(self, link: AllocatorLink, tree: Any) -> None:
         self.link = link
         guard, page_size = link.guard, int(tree.page_size)
-        self.full = Contents(guard.full.pages + 2, page_size)
-        self.window = Contents(guard.window.pages + 2, page_size)
+        self.full = Contents(guard.full.pages + 2, page_size, guard.device)
+        self.window = Contents(guard.window.pages + 2, page_size, guard.device)
         self.page_size = page_size
         self.tree = tree
         self.loading = False
@@ -80,7 +79,7 @@ class HostTier:
         """Follow the copies of the tree's controller from now on."""
         controller = self.tree.cache_controller
         for entry in controller.mem_pool_host.entries:
-            _watch_alloc(entry.host_pool)
+            host_pool.watch(entry.host_pool, self.link.guard.device)
         self.flights.watch()
         _watch_controller(self, controller)
         _watch_storing(self, controller)
@@ -95,11 +94,11 @@ class HostTier:
 
     def inserted(self, key: Any, slots: torch.Tensor, start: int) -> None:
         """The tree took over ``slots[start:]``, the pages of ``key``."""
-        tokens = _tokens(key)
-        found = prints(tokens[: slots.shape[0]], self.page_size, *_namespace(key))
-        first = -(-start // self.page_size)
-        rows = numbers(slots)[first * self.page_size :]
-        self.full.write(rows, found[first : slots.shape[0] // self.page_size])
+        size = self.page_size
+        found = prints(_tokens(key)[: slots.shape[0]], size, *_namespace(key))
+        first, end = -(-start // size), slots.shape[0] // size
+        rows = slots[first * size : end * size]
+        self.full.write(rows, torch.from_numpy(found[first:end]))
 
     def expect(self, req: Any) -> None:
         """A load-back for a request begins, or for nobody that is known."""
@@ -121,37 +120,36 @@ class HostTier:
         """The load-back ended."""
         self.loading, self.expected = False, None
 
-    def full_prints(self, slots: torch.Tensor) -> Numbers:
+    def full_prints(self, slots: torch.Tensor) -> torch.Tensor:
         """What full slots (int64, whole pages) hold, as far as the tree can prove it."""
-        held = self.link.guard.witness.resident(slots)
-        return self._where(held, self.full.read(numbers(slots)))
+        held = self.link.guard.witness.resident(slots[:: self.page_size])
+        return torch.where(held, self.full.read(slots), UNKNOWN)
 
-    def window_prints(self, slots: torch.Tensor) -> Numbers:
+    def window_prints(self, slots: torch.Tensor) -> torch.Tensor:
         """As ``full_prints`` of window slots, by the full slots that own them."""
         guard = self.link.guard
         owner, mapping = guard.map.owner, guard.map.mapping
-        rows = owner.index_select(0, slots.clamp(0, owner.shape[0] - 1)).to(torch.int64)
+        heads = slots[:: self.page_size]
+        rows = owner.index_select(0, heads.clamp(0, owner.shape[0] - 1)).to(torch.int64)
         entries = mapping.index_select(0, rows)
-        held = (entries == slots) & guard.witness.live(rows, guard.map, entries)
-        return self._where(held, self.full.read(numbers(rows)))
-
-    def _where(self, held: torch.Tensor, found: Numbers) -> Numbers:
-        return np.where(numbers(held)[:: self.page_size] != 0, found, UNKNOWN)
+        held = (entries == heads) & guard.witness.live(rows, guard.map, entries)
+        return torch.where(held, self.full.read_each(rows), UNKNOWN)
 
     def loaded(self, path: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Masks (bool) of the slots of a path that hold what they must, full side and window side.
 
         By the prints that came back with them; to be asked when the mapping is rebuilt.
         """
-        size = self.page_size
-        entries = self.link.guard.map.mapping.index_select(0, path)
-        full, window = self.full.read(numbers(path)), self.window.read(numbers(entries))
-        due = full if self.expected is None else fitted(self.expected, full.shape[0])
+        size, entries = self.page_size, self.link.guard.map.mapping.index_select(0, path)
+        full, window = self.full.read(path), self.window.read(entries)
+        due = full
+        if self.expected is not None:
+            fit = torch.from_numpy(fitted(self.expected, full.shape[0]))
+            due = fit.to(full.device, non_blocking=True)
         masks = []
         for found in (full, window):
             good = (found == due) & (due != UNKNOWN) | (found == VOUCHED)
-            mask = torch.from_numpy(np.repeat(good, size)[: path.shape[0]])
-            masks.append(mask.to(path.device))
+            masks.append(good.repeat_interleave(size)[: path.shape[0]])
         return masks[0], masks[1]
 
     # -- fetches from a storage backend ----------------------------------------------------------
@@ -165,9 +163,9 @@ class HostTier:
         if entry[2] is None or fetch.taken:
             return
         fetch.taken = True
-        self._host_contents().write(numbers(entry[2]), fetch.ticket)
+        self._host_contents().write(entry[2], fetch.ticket)
         for part in _staged(entry):
-            self._host_contents(part).write(numbers(part.host_indices), fetch.ticket)
+            self._host_contents(part).write(part.host_indices, fetch.ticket)
 
     def fetch_ends(self, name: Any, entry: Any) -> None:
         """A fetch leaves the tree's list: what it brought is in the tree, or given back."""
@@ -175,30 +173,28 @@ class HostTier:
         if fetch is None or not fetch.taken:
             return
         operation, size = entry[3], self.page_size
-        slots = numbers(entry[2])[: int(operation.completed_tokens) // size * size]
-        found = VOUCHED if fetch.prints is None else fitted(fetch.prints, len(slots) // size)
-        self._host_contents().exchange(slots, fetch.ticket, found)
+        slots = entry[2][: int(operation.completed_tokens) // size * size]
+        if fetch.prints is None:
+            self._host_contents().exchange(slots, fetch.ticket, VOUCHED)
+        else:
+            found = fitted(fetch.prints, len(slots) // size)
+            self._host_contents().exchange(slots, fetch.ticket, torch.from_numpy(found))
         places = {key: page for page, key in enumerate(operation.hash_value or ())}
         for part in _staged(entry):
             pages = [places.get(key, -1) for key in part.keys or ()]
-            slots = numbers(part.host_indices)[: len(pages) * size]
+            slots = part.host_indices[: len(pages) * size]
             if fetch.prints is None:
-                found = VOUCHED
-            else:
-                # A place that is not among them is the UNKNOWN at the end.
-                chosen = fitted(fetch.prints, len(fetch.prints) + 1)
-                found = chosen[np.asarray(pages, dtype=np.int64)][: -(-slots.shape[0] // size)]
-            self._host_contents(part).exchange(slots, fetch.ticket, found)
+                self._host_contents(part).exchange(slots, fetch.ticket, VOUCHED)
+                continue
+            # A place that is not among them is the UNKNOWN at the end.
+            chosen = fitted(fetch.prints, len(fetch.prints) + 1)[np.asarray(pages, dtype=np.int64)]
+            found = chosen[: -(-slots.shape[0] // size)]
+            self._host_contents(part).exchange(slots, fetch.ticket, torch.from_numpy(found))
 
     def next_ticket(self) -> int:
         """A ticket that nobody has yet."""
         self._tickets += 1
         return ticket(self._tickets)
-
-    @staticmethod
-    def contents_of(pool: Any) -> Contents:
-        """As the function of that name."""
-        return contents_of(pool)
 
     def _prints_for(self, name: Any, key: Any) -> Numbers | None:
         """The prints of what a fetch is for, which goes on where the last match ended."""
@@ -222,39 +218,38 @@ class HostTier:
         entry = host.anchor_entry if part is None else host.entry_map[part.name]
         return contents_of(entry.host_pool)
 
-    def refuses(self, pages: int) -> bool:
-        """Report that ``pages`` of a load-back are not this prefix's; False where that is all."""
-        return self._report(Fault.STALE_HOST_COPY, "load", pages)
+    def refuses(self, full: torch.Tensor, windows: Sequence[torch.Tensor]) -> bool:
+        """Whether a load-back of pages of these prints must not be; reported if any is wrong."""
+        known, parts = self.expected, [full, *windows]
+        ends = np.cumsum([part.shape[0] for part in parts])[:-1]
+
+        def judge(found: Numbers, operation: Operation) -> bool:
+            run, *others = np.split(found, ends)
+            wrong = wrong_pages(run, others, known)
+            return bool(wrong) and self.reports(Fault.STALE_HOST_COPY, wrong, operation)
+
+        with self.link.operation("load"):
+            return bool(self.link.guard.when_known(HostCopy(torch.cat(parts)), judge))
+
+    def reports(self, fault: Fault, pages: int, operation: Operation) -> bool:
+        """Report host ``pages``; whether what was asked for must not be done."""
+        guard = self.link.guard
+        violation = Violation(
+            fault=fault,
+            pool="host",
+            slot=-1,
+            page=-1,
+            slots=pages * self.page_size,
+            operation=describe_operation(operation),
+            request=operation.request,
+        )
+        guard.count(violation, operation)
+        return guard.mode is Mode.ENFORCE
 
     def _freed_in_flight(self, pages: int) -> bool:
         """Report that host ``pages`` are freed under a copy; False where that is all."""
-        return self._report(Fault.FREED_IN_FLIGHT, "free of host pages", pages)
-
-    def _report(self, fault: Fault, name: str, pages: int) -> bool:
-        guard = self.link.guard
-        with self.link.operation(name):
-            operation = guard.current
-            guard.count(
-                Violation(
-                    fault=fault,
-                    pool="host",
-                    slot=-1,
-                    page=-1,
-                    slots=pages * self.page_size,
-                    operation=describe_operation(operation),
-                    request=operation.request,
-                )
-            )
-        return guard.mode is Mode.ENFORCE
-
-
-def contents_of(pool: Any) -> Contents:
-    """What the pages of a host pool hold."""
-    found: Contents | None = pool.__dict__.get(ATTRIBUTE)
-    if found is None:
-        size = int(pool.page_size)
-        found = vars(pool)[ATTRIBUTE] = Contents(int(pool.size) // size + 2, size)
-    return found
+        with self.link.operation("free of host pages"):
+            return self.reports(Fault.FREED_IN_FLIGHT, pages, self.link.guard.current)
 
 
 def _namespace(holder: Any) -> tuple[object, object]:
@@ -320,19 +315,6 @@ def _watch_matches(tier: HostTier) -> None:
     tier.tree.match_prefix = match_prefix
 
 
-def _watch_alloc(pool: Any) -> None:
-    """What a host page held is not known any more once it is handed out."""
-    original = pool.alloc
-
-    def alloc(*args: Any, **kwargs: Any) -> Any:
-        slots = original(*args, **kwargs)
-        if slots is not None and len(slots):
-            contents_of(pool).write(numbers(slots), UNKNOWN)
-        return slots
-
-    pool.alloc = alloc
-
-
 def _watch_controller(tier: HostTier, controller: Any) -> None:
     original_write, original_load = controller.write, controller.load
     host, flights = controller.mem_pool_host, tier.flights
@@ -355,21 +337,20 @@ def _watch_controller(tier: HostTier, controller: Any) -> None:
     def load(host_indices: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         parts = [p for p in _window_parts(args, kwargs) if p.host_indices is not None]
         pools = [host.entry_map[part.name].host_pool for part in parts]
-        used = [(anchor, numbers(host_indices))]
-        used += [
-            (pool, numbers(part.host_indices)) for pool, part in zip(pools, parts, strict=True)
-        ]
-        found, *others = [contents_of(pool).read(slots) for pool, slots in used]
-        wrong = wrong_pages(found, others, tier.expected) if tier.loading else 0
-        if wrong and tier.refuses(wrong):
-            return None
+        copied = [(anchor, host_indices)]
+        copied += [(pool, part.host_indices) for pool, part in zip(pools, parts, strict=True)]
+        if tier.loading:
+            found, *others = [contents_of(pool).read(slots) for pool, slots in copied]
+            if tier.refuses(found, others):
+                return None
         device_indices = original_load(host_indices, *args, **kwargs)
         if device_indices is not None:
+            used = [(pool, numbers(slots)) for pool, slots in copied]
             flights.queued(Flight(used), controller.load_queue, [])
             if tier.loading:
-                tier.full.write(numbers(device_indices), found)
+                tier.full.write(device_indices, found)
                 for part, other in zip(parts, others, strict=True):
-                    tier.window.write(numbers(part.device_indices), other)
+                    tier.window.write(part.device_indices, other)
         return device_indices
 
     controller.write, controller.load = write, load
@@ -377,11 +358,11 @@ def _watch_controller(tier: HostTier, controller: Any) -> None:
 
 def _take(flight: Flight, pool: Any, host: torch.Tensor, device: torch.Tensor, look: Look) -> None:
     """A backup takes device pages to host pages, and their prints with them."""
-    books, slots, source = contents_of(pool), numbers(host), device.to(torch.int64)
+    books, source = contents_of(pool), device.to(torch.int64)
     found = look(source)
-    books.write(slots, found)
-    flight.slots.append((pool, slots))
-    flight.taken.append((books, slots, source, look, found))
+    books.write(host, found)
+    flight.slots.append((pool, numbers(host)))
+    flight.taken.append((books, host, source, look, found))
 
 
 def _watch_storing(tier: HostTier, controller: Any) -> None:

@@ -20,12 +20,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache_guard.core.contents import UNKNOWN, Contents, Numbers, numbers
+from hicache_guard.adapters.host_pool import numbers
+from hicache_guard.core.contents import UNKNOWN, Contents, Numbers
 
 #: Copies that are looked at for each one that is added.
 LOOKED_AT = 16
 #: What a look at device pages finds there now.
-Look = Callable[[torch.Tensor], Numbers]
+Look = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass
@@ -42,7 +43,9 @@ class Flight:
     over: Callable[[], bool] | None = None
     #: Of a backup: the host's books, its slots there, the device's, how to look at those, and what
     #: was seen when the backup was queued.
-    taken: list[tuple[Contents, Numbers, torch.Tensor, Look, Numbers]] = field(default_factory=list)
+    taken: list[tuple[Contents, torch.Tensor, torch.Tensor, Look, torch.Tensor]] = field(
+        default_factory=list
+    )
 
 
 def _dropped() -> bool:
@@ -106,10 +109,8 @@ class Flights:
             if flight.over is not None:
                 continue
             for books, host, device, look, found in flight.taken:
-                lost = (look(device) != found) & (books.read(host) == found)
-                if lost.any():
-                    slots = host.reshape(-1, self.page_size)[lost].reshape(-1)
-                    books.write(slots, UNKNOWN)
+                now = torch.where(look(device) == found, found, UNKNOWN)
+                books.exchange(host, found, now)
 
     def _watch_pool(self, pool: Any) -> None:
         original_free, original_alloc = pool.free, pool.alloc

@@ -9,8 +9,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from hicache_guard.adapters.host_flights import Flight
-from hicache_guard.core.contents import Numbers, numbers
+from hicache_guard.adapters.host_pool import contents_of, numbers
+from hicache_guard.core.contents import Numbers
+from hicache_guard.core.faults import Fault
+from hicache_guard.core.journal import Operation
+from hicache_guard.core.verdict import HostCopy
 
 if TYPE_CHECKING:
     from hicache_guard.adapters.host_copies import HostTier
@@ -23,11 +29,11 @@ def watch(tier: HostTier) -> None:
 
 
 class Retraction:
-    """The backups of retracted requests, by the host slots that they begin with."""
+    """The tickets of the backups of retracted requests, by the host slots that they begin with."""
 
     def __init__(self, tier: HostTier) -> None:
         self.tier = tier
-        self._kept: dict[int, tuple[int, Flight]] = {}
+        self._kept: dict[int, int] = {}
 
     def watch(self) -> None:
         tree: Any = self.tier.tree
@@ -56,29 +62,33 @@ class Retraction:
         number, name = self.tier.next_ticket(), _name(backup)
         used = self._slots(backup)
         for pool, slots in used:
-            self.tier.contents_of(pool).write(slots, number)
-        flight = Flight(used, owned=True, over=lambda: name not in self._kept)
-        self._kept[name] = number, flight
+            contents_of(pool).write(slots, number)
+        self._kept[name] = number
+        counted = [(pool, numbers(slots)) for pool, slots in used]
+        flight = Flight(counted, owned=True, over=lambda: name not in self._kept)
         self.tier.flights.add(flight)
 
     def _look(self, backup: Any) -> None:
         """Report what of a backup is somebody else's by now."""
-        number, flight = self._kept.get(_name(backup), (0, None))
-        if flight is not None:
-            wrong = [
-                self.tier.contents_of(pool).read(slots) != number for pool, slots in flight.slots
-            ]
-            count = sum(int(bad.sum()) for bad in wrong)
-            if count:
-                self.tier.refuses(count)
+        number, tier = self._kept.get(_name(backup)), self.tier
+        if number is None:
+            return
+        borne = torch.cat([contents_of(pool).read(slots) for pool, slots in self._slots(backup)])
 
-    def _slots(self, backup: Any) -> list[tuple[Any, Numbers]]:
+        def judge(wrong: Numbers, operation: Operation) -> None:
+            if wrong[0]:
+                tier.reports(Fault.STALE_HOST_COPY, int(wrong[0]), operation)
+
+        with tier.link.operation("restore"):
+            tier.link.guard.when_known(HostCopy((borne != number).sum().reshape(1)), judge)
+
+    def _slots(self, backup: Any) -> list[tuple[Any, torch.Tensor]]:
         host = self.tier.tree.cache_controller.mem_pool_host
         parts = [(host.anchor_entry.host_pool, backup.host_indices)]
         for part in backup.pool_transfers or ():
             if part.name.name == "SWA":
                 parts.append((host.entry_map[part.name].host_pool, part.host_indices))
-        return [(pool, numbers(slots)) for pool, slots in parts]
+        return parts
 
 
 def _name(backup: Any) -> int:

@@ -32,11 +32,6 @@ VOUCHED = -1
 _BASE = np.uint64(0x9E3779B97F4A7C15)
 
 
-def numbers(slots: torch.Tensor) -> Numbers:
-    """Slots (any integers, on any device) as they are kept here; waits for a device."""
-    return slots.detach().to("cpu", torch.int64).numpy()
-
-
 class _Powers:
     """Powers of the base, as many as were ever asked for."""
 
@@ -68,34 +63,53 @@ def prints(tokens: Sequence[int], page_size: int, *namespace: object) -> Numbers
 
 
 class Contents:
-    """The prints (int64) of the pages of one pool; ``UNKNOWN`` for what nobody told."""
+    """The prints (int64, on ``device``) of the pages of one pool; ``UNKNOWN`` for untold ones.
 
-    def __init__(self, pages: int, page_size: int) -> None:
+    Slots come as whole pages, slot by slot, integers on any device. Never waits for a device.
+    """
+
+    def __init__(self, pages: int, page_size: int, device: torch.device) -> None:
         self.page_size = page_size
-        self._prints = np.full(pages, UNKNOWN, dtype=np.int64)
+        self._prints = torch.full((pages,), UNKNOWN, dtype=torch.int64, device=device)
 
-    def _pages(self, slots: Numbers) -> Numbers:
-        """The page of every ``page_size``-th slot; the first one for what is outside."""
-        pages = slots[:: self.page_size] // self.page_size
-        return np.where((pages < 0) | (pages >= self._prints.shape[0]), 0, pages)
+    def _pages(self, slots: torch.Tensor) -> torch.Tensor:
+        """The page (int64) of every ``page_size``-th slot; the first one for what is outside."""
+        return self._page_of(slots[:: self.page_size])
 
-    def write(self, slots: Numbers, found: Numbers | int) -> None:
-        """The pages of ``slots`` (whole pages, slot by slot) hold what ``found`` says."""
-        self._prints[self._pages(slots)] = found
+    def _page_of(self, slots: torch.Tensor) -> torch.Tensor:
+        known = slots.to(self._prints.device, torch.int64, non_blocking=True)
+        pages = known.div(self.page_size, rounding_mode="floor")
+        return torch.where((pages < 0) | (pages >= self._prints.shape[0]), 0, pages)
 
-    def read(self, slots: Numbers) -> Numbers:
-        """What the pages of ``slots`` hold."""
-        found: Numbers = self._prints[self._pages(slots)]
-        return found
-
-    def exchange(self, slots: Numbers, ticket: int, found: Numbers | int) -> None:
-        """Those pages of ``slots`` that bear a ticket hold what ``found`` says."""
+    def write(self, slots: torch.Tensor, found: torch.Tensor | int) -> None:
+        """The pages of ``slots`` hold what ``found`` says, a print a page or one for all."""
         pages = self._pages(slots)
-        self._prints[pages] = np.where(self._prints[pages] == ticket, found, self._prints[pages])
+        if isinstance(found, torch.Tensor):
+            told = found.to(self._prints.device, non_blocking=True)
+            self._prints.index_copy_(0, pages, told)
+        else:
+            self._prints.index_fill_(0, pages, found)
+
+    def read(self, slots: torch.Tensor) -> torch.Tensor:
+        """What the pages of ``slots`` hold."""
+        return self.read_each(slots[:: self.page_size])
+
+    def read_each(self, slots: torch.Tensor) -> torch.Tensor:
+        """What the page of each of some slots, from anywhere, holds."""
+        return self._prints.index_select(0, self._page_of(slots))
+
+    def exchange(
+        self, slots: torch.Tensor, was: torch.Tensor | int, found: torch.Tensor | int
+    ) -> None:
+        """Those pages of ``slots`` that hold what ``was`` says hold what ``found`` says."""
+        pages, now = self._pages(slots), self.read(slots)
+        if isinstance(found, torch.Tensor):
+            found = found.to(now.device, non_blocking=True)
+        self._prints.index_copy_(0, pages, torch.where(now == was, found, now))
 
     def forget(self) -> None:
         """Nothing is known any more."""
-        self._prints.fill(UNKNOWN)
+        self._prints.fill_(UNKNOWN)
 
 
 def ticket(number: int) -> int:

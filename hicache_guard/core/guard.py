@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hicache_guard.core import compiled
@@ -35,6 +37,9 @@ from hicache_guard.core.windowmap import WindowMap
 from hicache_guard.core.witness import Witness
 
 logger = logging.getLogger("hicache_guard")
+
+#: Is told the values of an answer, and the operation that it was asked for in.
+Told = Callable[[npt.NDArray[Any], Operation], Any]
 
 #: Reports of one kind that are logged in full; later ones are only counted.
 MAX_REPORTS_PER_KIND = 50
@@ -97,6 +102,7 @@ class PoolGuard:
         self._on_report = on_report
         self._reported: set[tuple[int, Fault]] = set()
         self._under_way: deque[tuple[Verdict, PageLedger, Operation]] = deque()
+        self._answers: deque[tuple[HostCopy, Told, Operation]] = deque()
         self._full_only: list[torch.Tensor] = []
         #: Whether an earlier operation left something that the next allocation must find done.
         self.has_overdue = False
@@ -124,7 +130,7 @@ class PoolGuard:
         self.tally.operations += 1
         operation = self.journal.open(self.serial, name, caller)
         self.operation = operation
-        if self._under_way:
+        if self._under_way or self._answers:
             self.poll()
         return operation
 
@@ -201,8 +207,28 @@ class PoolGuard:
             self.tally.waits += 1
             verdict.wait()
 
+    def when_known(self, answer: HostCopy, then: Told) -> Any:
+        """Tell ``then`` the values of an answer, and the operation that runs now; what it says.
+
+        Waits for the answer; in observe mode it is told later where it has not arrived, and this
+        returns None.
+        """
+        operation = self.current
+        if self.mode is not Mode.OBSERVE:
+            self.wait_for(answer)
+        if answer.arrived():
+            return then(answer.numbers(), operation)
+        self._answers.append((answer, then, operation))
+        if len(self._answers) > MAX_VERDICTS_UNDER_WAY:
+            self.wait_for(self._answers[0][0])
+            self.poll()
+        return None
+
     def poll(self) -> None:
         """Report the verdicts that have arrived meanwhile, oldest first. Never blocks."""
+        while self._answers and self._answers[0][0].arrived():
+            answer, then, asked_in = self._answers.popleft()
+            then(answer.numbers(), asked_in)
         while self._under_way and self._under_way[0][0].arrived():
             verdict, ledger, operation = self._under_way[0]
             if verdict.count and not verdict.request_facts().arrived():
@@ -213,6 +239,9 @@ class PoolGuard:
 
     def drain(self) -> None:
         """Wait for every verdict under way and report it; for tests, audits and shutdown."""
+        while self._answers:
+            self.wait_for(self._answers[0][0])
+            self.poll()
         while self._under_way:
             verdict, _, _ = self._under_way[0]
             self.wait_for(verdict)
@@ -242,9 +271,9 @@ class PoolGuard:
             self._count(violation, operation)
         self.mapping_suspect = self.mapping_suspect or self.mode is Mode.OBSERVE
 
-    def count(self, violation: Violation) -> None:
-        """A violation of the running operation that no verdict found; raises in strict mode."""
-        self._count(violation, self.current)
+    def count(self, violation: Violation, operation: Operation) -> None:
+        """A violation of an operation that no verdict found; raises in strict mode."""
+        self._count(violation, operation)
         if self.mode is Mode.STRICT:
             raise GuardViolation(violation)
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from hicache_guard.core.faults import Fault
@@ -36,10 +38,14 @@ class HostCopy:
         if self._event is not None:
             self._event.synchronize()
 
-    def values(self) -> list[int]:
+    def numbers(self) -> npt.NDArray[Any]:
         """The values, flat. Call after the copy has arrived."""
         # numpy reads host memory without going through torch's synchronising operators.
-        return [int(value) for value in self._host.numpy().reshape(-1)]
+        return self._host.numpy().reshape(-1)
+
+    def values(self) -> list[int]:
+        """As ``numbers``, in a list."""
+        return [int(value) for value in self.numbers()]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from hicache_guard.adapters import host_copies, retraction
 from hicache_guard.adapters.hooks import running_version
 from hicache_guard.core import backlog, compiled, guard, translation, verdict
 from hicache_guard.repro import pools
@@ -26,7 +27,7 @@ class Withheld(verdict.HostCopy):
     waits: ClassVar[int] = 0
 
     def __init__(self, source: torch.Tensor) -> None:
-        super().__init__(source)
+        super().__init__(source.as_subclass(torch.Tensor))  # of no other kind, see ``host_waits``
         self._waited_for = False
 
     def arrived(self) -> bool:
@@ -37,15 +38,15 @@ class Withheld(verdict.HostCopy):
             Withheld.waits += 1
         self._waited_for = True
 
-    def values(self) -> list[int]:
+    def numbers(self) -> Any:
         assert self.arrived(), "a result was read before it had arrived"
-        return super().values()
+        return super().numbers()
 
 
 def withhold() -> None:
     """From now on nothing arrives by itself, and nothing is compiled: as on a device."""
     os.environ[compiled.SWITCH] = "0"
-    for module in (verdict, backlog, translation, guard):
+    for module in (verdict, backlog, translation, guard, host_copies, retraction):
         module.HostCopy = Withheld  # type: ignore[attr-defined]
     Withheld.released, Withheld.waits = False, 0
 

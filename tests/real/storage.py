@@ -33,7 +33,7 @@ from typing import Any
 
 import numpy as np
 
-from hicache_guard.adapters import host_copies, tree_link
+from hicache_guard.adapters import host_copies, host_pool, tree_link
 from hicache_guard.core import contents
 from hicache_guard.repro import scheduling
 from real import tales
@@ -206,7 +206,7 @@ def play(
         if mode is not None:
             tier = vars(story.server.tree)[tree_link.ATTRIBUTE].tier
             row["vouched"] = sum(
-                int((host_copies.contents_of(pool)._prints == contents.VOUCHED).sum())
+                int((host_pool.contents_of(pool)._prints == contents.VOUCHED).sum())
                 for pool in story.tier.host_pools()
             )
             row["under way"] = len(tier.fetches)

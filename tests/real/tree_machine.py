@@ -49,7 +49,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache_guard.adapters import host_copies
+from hicache_guard.adapters import host_copies, host_pool
 from hicache_guard.adapters.allocator import guard_of
 from hicache_guard.adapters.hooks import _MARK, install, running_version, uninstall
 from hicache_guard.adapters.link import _links as _known
@@ -1631,7 +1631,7 @@ HOST_MUTANTS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "prints not asked": (
         (host_copies, "wrong_pages", _none_wrong), (host_copies.HostTier, "loaded", _all_loaded),
     ),
-    "host pages handed out unseen": ((host_copies, "_watch_alloc", _nothing),),
+    "host pages handed out unseen": ((host_pool, "_watch_alloc", _nothing),),
     RARE: ((PoolGuard, "adopt_loaded", _vouches_for_all),),
     "loads not vouched for": ((PoolGuard, "adopt_loaded", _nothing),),
     "window copies not followed": ((host_copies, "_window_parts", _no_parts),),
