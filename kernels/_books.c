@@ -18,6 +18,7 @@
 #include <Python.h>
 #include <stdint.h>
 #include <string.h>
+#include <structmember.h>
 
 #define FREED (INT32_C(1) << 30)
 #define QUEUED (INT32_C(1) << 29)
@@ -31,6 +32,7 @@
 static PyObject *int32_type, *int64_type, *fitted;
 static PyObject *name_dtype, *name_is_cpu, *name_is_contiguous, *name_numel, *name_data_ptr;
 static PyObject *name_device_indices, *name_device_prefix_len, *name_last_device_node;
+static PyObject *name_trees_suspect, *name_compiled, *name_key;
 
 static PyObject *prepare(PyObject *self, PyObject *args)
 {
@@ -87,12 +89,11 @@ static int readable(PyObject *tensor, int *wide)
     return fits;
 }
 
-/* Where the items of a tensor lie, and how many they are. */
+/* Where the items of a tensor lie. */
 static int locate(PyObject *tensor, Items *items)
 {
     int64_t address;
-    if (as_int64(PyObject_CallMethodNoArgs(tensor, name_numel), &items->count) < 0 ||
-        as_int64(PyObject_CallMethodNoArgs(tensor, name_data_ptr), &address) < 0)
+    if (as_int64(PyObject_CallMethodNoArgs(tensor, name_data_ptr), &address) < 0)
         return -1;
     items->at = (const void *)(intptr_t)address;
     return 0;
@@ -119,7 +120,8 @@ static int read_items(PyObject *tensor, Items *items)
             return -1;
         }
     }
-    if (locate(tensor, items) < 0) {
+    if (as_int64(PyObject_CallMethodNoArgs(tensor, name_numel), &items->count) < 0 ||
+        locate(tensor, items) < 0) {
         Py_DECREF(tensor);
         return -1;
     }
@@ -176,6 +178,39 @@ typedef struct {
     int32_t page, born;
 } Ended;
 
+/* How many nodes' slots are remembered, each where its address says, and of how many slots at most:
+ * they are kept alive meanwhile. Tests have fewer nodes. */
+#ifndef NODES
+#define NODES 512
+#endif
+#define NODE_SLOTS (1 << 13)
+
+/* A tensor of int64 that can be read as it lies, and how many items it has. Nobody resizes a mapping or a
+ * node's slots in place; where they lie is asked each time. */
+typedef struct {
+    PyObject *tensor;
+    int64_t count;
+} Known;
+
+static int read_known(const Known *known, Items *items)
+{
+    *items = (Items){.kept = known->tensor, .wide = 1, .count = known->count};
+    if (locate(known->tensor, items) < 0) {
+        items->kept = NULL;
+        return -1;
+    }
+    Py_INCREF(known->tensor);
+    return 0;
+}
+
+static void remember(Known *known, PyObject *tensor, const Items *items)
+{
+    if (items->kept != tensor || !items->wide)
+        return;
+    known->count = items->count;
+    Py_XSETREF(known->tensor, Py_NewRef(tensor));
+}
+
 enum { FULL, WINDOW };
 enum { BORN_FULL, BORN_WINDOW, NAMED, STAMP, OWNER, SINCE, ARRAYS };
 
@@ -194,7 +229,8 @@ typedef struct {
     int64_t written;
     int in_tree;  /* whether a prefix tree's own method runs */
     int betrayed; /* whether somebody else freed the window side of what a tree holds */
-    PyObject *mapping; /* the one that was read last: its kind need not be asked again */
+    Known mapping;      /* the one that was read last */
+    Known nodes[NODES]; /* slots of tree nodes */
 } Books;
 
 static int take_array(Books *self, int which, PyObject *from)
@@ -261,7 +297,9 @@ static void books_dealloc(PyObject *object)
     for (int which = 0; which < ARRAYS; which++)
         if (self->views[which].obj)
             PyBuffer_Release(&self->views[which]);
-    Py_XDECREF(self->mapping);
+    Py_XDECREF(self->mapping.tensor);
+    for (int k = 0; k < NODES; k++)
+        Py_XDECREF(self->nodes[k].tensor);
     PyMem_Free(self->ended);
     PyMem_Free(self->touches);
     PyMem_Free(self->runs);
@@ -842,58 +880,84 @@ static PyObject *adopted(PyObject *object, PyObject *const *args, Py_ssize_t giv
     return answer(&read, 1);
 }
 
-/* As holds(), of pages of one slot, where each is looked at alone: without a branch. The stamp of a page
- * that is free is less than what it was born as. */
-static int holds_alone(const View *view, const Items *slots, const Items *mapping, int64_t need)
+/* How many slots are looked at together; tests have smaller pools. */
+#ifndef TOGETHER
+#define TOGETHER 16
+#endif
+
+/* Whether a tree holds the slots from `slot` on, TOGETHER of them with the entries from `entry` on, all
+ * within the books: as holds(), where they lie that way, and else not said. Without a branch, so that
+ * several are looked at in one step; the caller knows that the page is the same for all if it has more
+ * than one slot, on both sides. */
+static int holds_together(const View *view, const int64_t *slots, const int64_t *entries, int64_t slot,
+                          int64_t entry)
 {
-    int64_t rows = (mapping->count < view->stamps ? mapping->count : view->stamps) - 1;
-    int64_t end = rows < view->outside[FULL] ? rows : view->outside[FULL];
+    const int32_t *stamp = view->stamp + slot, *owner = view->owner + entry;
+    int64_t gaps = 0;
     int bad = 0;
-    for (int64_t k = slots->count - need; k < slots->count; k++) {
-        int64_t slot = item(slots, k);
-        int known = (slot > 0) & (slot < end);
-        slot = known ? slot : 0;
-        int64_t entry = item(mapping, slot);
-        known &= (uint64_t)entry < (uint64_t)view->owners;
-        entry = known ? entry : 0; /* which nobody owns */
-        int32_t born = view->born[FULL][slot], stamp = view->stamp[slot];
-        int32_t far = view->born[WINDOW][clamp(entry, view->outside[WINDOW])];
-        bad |= !known | (stamp < far) | (stamp < born) | (stamp > view->since[slot]) |
-               (view->owner[entry] != (int32_t)slot);
+    for (int j = 0; j < TOGETHER; j++)
+        gaps |= (slots[j] - slot - j) | (entries[j] - entry - j);
+    if (view->size > 1) {
+        int64_t page = page_of(view, slot, view->outside[FULL]);
+        int32_t far = view->born[WINDOW][page_of(view, entry, view->outside[WINDOW])];
+        int32_t least = view->born[FULL][page], most = view->since[page];
+        least = least > far ? least : far;
+        for (int j = 0; j < TOGETHER; j++)
+            bad |= (stamp[j] < least) | (stamp[j] > most) | (owner[j] != (int32_t)slot + j);
+    } else {
+        const int32_t *born = view->born[FULL] + slot, *far = view->born[WINDOW] + entry;
+        const int32_t *since = view->since + slot;
+        for (int j = 0; j < TOGETHER; j++)
+            bad |= (stamp[j] < born[j]) | (stamp[j] < far[j]) | (stamp[j] > since[j]) |
+                   (owner[j] != (int32_t)slot + j);
     }
-    return !bad;
+    return !(bad || gaps);
 }
 
-/* Whether a tree holds the last `need` of `slots`, which are as many, still as it took them over. */
+/* Slots from `k` on that may be looked at together: those that are left, within the books and the pages
+ * that `slot` and `entry` are in. */
+static inline int64_t left_together(const View *view, int64_t slot, int64_t entry, int64_t rows,
+                                    int64_t left)
+{
+    int64_t room = rows - slot < view->owners - entry ? rows - slot : view->owners - entry;
+    if (view->size > 1) {
+        int64_t near = view->size - inside_page(view, slot), far = view->size - inside_page(view, entry);
+        near = near < far ? near : far;
+        room = room < near ? room : near;
+    } else {
+        int64_t near = view->outside[FULL] - slot, far = view->outside[WINDOW] - entry;
+        near = near < far ? near : far;
+        room = room < near ? room : near;
+    }
+    return left < room ? left : room;
+}
+
+/* Whether a tree holds the last `need` of `slots`, which are as many, still as it took them over. The
+ * stamp of a page that is free is less than what it was born as. */
 static int holds(const View *view, const Items *slots, const Items *mapping, int64_t need)
 {
     int64_t rows = (mapping->count < view->stamps ? mapping->count : view->stamps) - 1;
-    if (view->size == 1)
-        return holds_alone(view, slots, mapping, need);
-    int64_t first = 1, end = 0; /* the slots of the page at hand: none yet */
-    int32_t born = 0, since = 0;
-    for (int64_t k = slots->count - need; k < slots->count; k++) {
-        int64_t slot = item(slots, k);
-        if (slot < first || slot >= end) {
-            int64_t page = live_page(view, slot);
-            born = view->born[FULL][page];
-            since = view->since[page];
-            if (!page)
-                return 0;
-            first = page * view->size;
-            end = first + view->size;
-        }
-        if (slot >= rows)
+    for (int64_t k = slots->count - need; k < slots->count;) {
+        int64_t slot = item(slots, k), page = live_page(view, slot);
+        if (!page || slot >= rows)
             return 0;
         int64_t entry = item(mapping, slot);
         if (entry <= 0 || entry >= view->owners)
             return 0;
-        /* As proves(), of a full page that is live. */
+        if (slots->wide && mapping->wide &&
+            left_together(view, slot, entry, rows, slots->count - k) >= TOGETHER &&
+            holds_together(view, (const int64_t *)slots->at + k, (const int64_t *)mapping->at + slot,
+                           slot, entry)) {
+            k += TOGETHER;
+            continue;
+        }
+        /* As proves(), and the page is the one that was taken over: it is not younger than the stamp. */
         int32_t stamp = view->stamp[slot];
         int32_t far = view->born[WINDOW][page_of(view, entry, view->outside[WINDOW])];
-        /* And the page is the one that was taken over: it is not younger than the stamp. */
-        if ((stamp < far) | (stamp < born) | (stamp > since) | (view->owner[entry] != (int32_t)slot))
+        if ((stamp < far) | (stamp < view->born[FULL][page]) | (stamp > view->since[page]) |
+            (view->owner[entry] != (int32_t)slot))
             return 0;
+        k++;
     }
     return 1;
 }
@@ -901,14 +965,24 @@ static int holds(const View *view, const Items *slots, const Items *mapping, int
 /* The mapping, for the time of one call; -1 for errors. */
 static int read_mapping(Books *self, PyObject *tensor, Items *mapping)
 {
-    if (tensor == self->mapping) {
-        mapping->wide = 1;
-        return locate(tensor, mapping);
-    }
+    if (tensor == self->mapping.tensor)
+        return read_known(&self->mapping, mapping);
     if (read_items(tensor, mapping) < 0)
         return -1;
-    if (mapping->kept == tensor && mapping->wide)
-        Py_XSETREF(self->mapping, Py_NewRef(tensor));
+    remember(&self->mapping, tensor, mapping);
+    return 0;
+}
+
+/* The slots of a tree node, which gives the same tensor each time, for one call; -1 for errors. */
+static int read_node(Books *self, PyObject *tensor, Items *slots)
+{
+    Known *known = &self->nodes[(uintptr_t)tensor / 16 % NODES];
+    if (known->tensor == tensor)
+        return read_known(known, slots);
+    if (read_items(tensor, slots) < 0)
+        return -1;
+    if (slots->count <= NODE_SLOTS)
+        remember(known, tensor, slots);
     return 0;
 }
 
@@ -920,13 +994,13 @@ static int64_t name_of(const View *view, const Items *slots)
     return -1 - (clamp(first, INT32_MAX) << 31 | since);
 }
 
-/* Whether a tree holds the last `need` slots of one tensor: 1 or 0; its name for fewer, of a tensor that
- * is the last of `parts` only where it holds these; 2 for errors. */
-static int64_t held_of(const View *view, PyObject *tensor, const Items *mapping, int64_t need, int parts,
-                       int64_t *count)
+/* Whether a tree holds the last `need` slots of one tensor, a node's if `node`: 1 or 0; its name for
+ * fewer, of a tensor that is the last of `parts` only where it holds these; 2 for errors. */
+static int64_t held_of(Books *self, const View *view, PyObject *tensor, const Items *mapping,
+                       int64_t need, int node, int parts, int64_t *count)
 {
     Items slots = {0};
-    if (read_items(tensor, &slots) < 0)
+    if ((node ? read_node(self, tensor, &slots) : read_items(tensor, &slots)) < 0)
         return 2;
     *count = slots.count;
     int some = need > slots.count;
@@ -939,14 +1013,15 @@ static int64_t held_of(const View *view, PyObject *tensor, const Items *mapping,
 
 /* Whether a tree holds the last `need` slots of a list of tensors that lie one after the other, the last
  * first: 1 or 0, or below 0 where one is None, or all but the last are not `total` slots; 2 for errors. */
-static int64_t held_in(const View *view, PyObject *parts, const Items *mapping, int64_t need, int64_t total)
+static int64_t held_in(Books *self, const View *view, PyObject *parts, const Items *mapping, int64_t need,
+                       int64_t total)
 {
     int64_t right = -1, count = 0;
     for (Py_ssize_t k = 0; k < PyList_GET_SIZE(parts); k++) {
         PyObject *part = PyList_GET_ITEM(parts, k);
         if (part == Py_None)
             return -1;
-        right = held_of(view, part, mapping, need, 1, &count);
+        right = held_of(self, view, part, mapping, need, 1, 1, &count);
         if (right == 0 || right == 2)
             return right;
         need -= count < need ? count : need;
@@ -974,16 +1049,17 @@ static PyObject *held(PyObject *object, PyObject *const *args, Py_ssize_t given)
     const View view = view_of(self);
     int64_t count, right = 0;
     if (need >= 0 && is_mapping(&mapping))
-        right = given == 3 ? held_of(&view, args[0], &mapping, need, 0, &count)
-                           : held_in(&view, args[0], &mapping, need, total);
+        right = given == 3 ? held_of(self, &view, args[0], &mapping, need, 0, 0, &count)
+                           : held_in(self, &view, args[0], &mapping, need, total);
     Py_XDECREF(mapping.kept);
     return right == 2 ? NULL : PyLong_FromLongLong(right);
 }
 
 /* The last `need` slots of a path whose last node has the slots `last`, which are fewer: as held_in(), if
  * `tails` tells by their `name` which nodes come before it, and how many slots these have. */
-static int64_t held_before(const View *view, PyObject *last, int64_t name, const Items *mapping,
-                           int64_t need, PyObject *value_of, PyObject *full, PyObject *tails)
+static int64_t held_before(Books *self, const View *view, PyObject *last, int64_t name,
+                           const Items *mapping, int64_t need, PyObject *value_of, PyObject *full,
+                           PyObject *tails)
 {
     PyObject *key = PyLong_FromLongLong(name), *nodes, *parts;
     PyObject *tail = key ? PyDict_GetItemWithError(tails, key) : NULL;
@@ -1005,7 +1081,7 @@ static int64_t held_before(const View *view, PyObject *last, int64_t name, const
         else
             Py_CLEAR(parts);
     }
-    int64_t right = parts ? held_in(view, parts, mapping, need, total) : 2;
+    int64_t right = parts ? held_in(self, view, parts, mapping, need, total) : 2;
     Py_XDECREF(parts);
     Py_DECREF(nodes);
     return right;
@@ -1034,6 +1110,38 @@ static PyObject *slots_of_match(PyObject *match, PyObject *value_of, PyObject *f
     return slots;
 }
 
+/* How a match is proved: what its slots are asked of, and what comes before nodes (see proves). */
+typedef struct {
+    int64_t window;
+    PyObject *value_of, *full, *tails;
+} Way;
+
+/* The length of a match that is proved; -1 where that cannot be said, -2 for errors. */
+static int64_t proved_length(Books *self, PyObject *match, PyObject *tensor, const Way *way)
+{
+    int64_t length = -1, right = 0, count;
+    PyObject *slots = slots_of_match(match, way->value_of, way->full, &length);
+    if (!slots)
+        return PyErr_Occurred() ? -2 : length ? -1 : 0;
+    Items mapping = {0};
+    if (read_mapping(self, tensor, &mapping) < 0) {
+        Py_DECREF(slots);
+        return -2;
+    }
+    const View view = view_of(self);
+    int64_t need = way->window < length ? way->window : length;
+    if (need >= 0 && is_mapping(&mapping)) {
+        int node = way->value_of != Py_None;
+        right = held_of(self, &view, slots, &mapping, need, node, 0, &count);
+        if (right < 0 && node)
+            right = held_before(self, &view, slots, right, &mapping, need, way->value_of, way->full,
+                                way->tails);
+    }
+    Py_XDECREF(mapping.kept);
+    Py_DECREF(slots);
+    return right == 2 ? -2 : right == 1 ? length : -1;
+}
+
 /* proves(match, mapping, window, value_of, full, tails): the length of a match whose last tokens, as many
  * as the window has or there are, a tree holds still as it took them over, window side and all; -1 where
  * that cannot be said, or not without a look at more than its last nodes. A match names its slots, or
@@ -1042,32 +1150,154 @@ static PyObject *slots_of_match(PyObject *match, PyObject *value_of, PyObject *f
  * how many slots these have. */
 static PyObject *proves_match(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
-    Books *self = (Books *)object;
     if (given != 6 || !PyDict_Check(args[5]))
         return PyErr_Format(PyExc_TypeError, "proves takes six arguments, the last a dict");
-    int64_t need = PyLong_AsLongLong(args[2]), length = -1, count;
-    if (need == -1 && PyErr_Occurred())
+    const Way way = {PyLong_AsLongLong(args[2]), args[3], args[4], args[5]};
+    if (way.window == -1 && PyErr_Occurred())
         return NULL;
-    PyObject *value_of = args[3], *full = args[4];
-    PyObject *slots = slots_of_match(args[0], value_of, full, &length);
-    if (!slots)
-        return PyErr_Occurred() ? NULL : PyLong_FromLong(length ? -1 : 0);
-    Items mapping = {0};
-    if (read_mapping(self, args[1], &mapping) < 0) {
-        Py_DECREF(slots);
+    int64_t length = proved_length((Books *)object, args[0], args[1], &way);
+    return length == -2 ? NULL : PyLong_FromLongLong(length);
+}
+
+/* -- matches of one tree ---------------------------------------------------------------------- */
+
+/* What proves() is told, and what became of it: all that a match costs in the usual case, in one call. */
+typedef struct {
+    PyObject_HEAD
+    PyObject *guard;   /* .compiled are the books, .trees_suspect says that they are not enough */
+    PyObject *state;   /* a dict with the mapping */
+    PyObject *mapping; /* its name there */
+    PyObject *virtual; /* nodes of this class are not looked at; or None */
+    Way way;
+    PyObject *books; /* tails are named by these */
+    long long hits, misses, asked_tokens, hit_tokens;
+} Look;
+
+static PyTypeObject books_type;
+
+/* Look(guard, state, mapping, virtual, window, value_of, full, tails) */
+static PyObject *look_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
+{
+    PyObject *guard, *state, *mapping, *virtual, *value_of, *full, *tails;
+    long long window;
+    if (kwargs && PyDict_GET_SIZE(kwargs)) {
+        PyErr_SetString(PyExc_TypeError, "Look takes no keywords");
         return NULL;
     }
-    const View view = view_of(self);
-    int64_t right = 0;
-    need = need < length ? need : length;
-    if (need >= 0 && is_mapping(&mapping)) {
-        right = held_of(&view, slots, &mapping, need, 0, &count);
-        if (right < 0 && value_of != Py_None)
-            right = held_before(&view, slots, right, &mapping, need, value_of, full, args[5]);
+    if (!PyArg_ParseTuple(args, "OO!UOLOOO!", &guard, &PyDict_Type, &state, &mapping, &virtual, &window,
+                          &value_of, &full, &PyDict_Type, &tails))
+        return NULL;
+    Look *self = (Look *)type->tp_alloc(type, 0);
+    if (!self)
+        return NULL;
+    self->guard = Py_NewRef(guard);
+    self->state = Py_NewRef(state);
+    self->mapping = Py_NewRef(mapping);
+    self->virtual = Py_NewRef(virtual);
+    self->way = (Way){window, Py_NewRef(value_of), Py_NewRef(full), Py_NewRef(tails)};
+    return (PyObject *)self;
+}
+
+static int look_traverse(PyObject *object, visitproc visit, void *arg)
+{
+    Look *self = (Look *)object;
+    Py_VISIT(self->guard);
+    Py_VISIT(self->state);
+    Py_VISIT(self->mapping);
+    Py_VISIT(self->virtual);
+    Py_VISIT(self->way.value_of);
+    Py_VISIT(self->way.full);
+    Py_VISIT(self->way.tails);
+    Py_VISIT(self->books);
+    return 0;
+}
+
+static int look_clear(PyObject *object)
+{
+    Look *self = (Look *)object;
+    Py_CLEAR(self->guard);
+    Py_CLEAR(self->state);
+    Py_CLEAR(self->mapping);
+    Py_CLEAR(self->virtual);
+    Py_CLEAR(self->way.value_of);
+    Py_CLEAR(self->way.full);
+    Py_CLEAR(self->way.tails);
+    Py_CLEAR(self->books);
+    return 0;
+}
+
+static void look_dealloc(PyObject *object)
+{
+    PyObject_GC_UnTrack(object);
+    look_clear(object);
+    Py_TYPE(object)->tp_free(object);
+}
+
+/* The books that are enough to prove a match: 1 and they are self->books; 0 for none, -1 for errors. */
+static int look_at_books(Look *self)
+{
+    int suspect = is_true(PyObject_GetAttr(self->guard, name_trees_suspect));
+    if (suspect)
+        return suspect < 0 ? -1 : 0;
+    PyObject *books = PyObject_GetAttr(self->guard, name_compiled);
+    if (!books)
+        return -1;
+    if (books == self->books) {
+        Py_DECREF(books);
+        return 1;
     }
-    Py_XDECREF(mapping.kept);
-    Py_DECREF(slots);
-    return right == 2 ? NULL : PyLong_FromLongLong(right == 1 ? length : -1);
+    if (!Py_IS_TYPE(books, &books_type)) {
+        Py_DECREF(books);
+        return 0;
+    }
+    PyDict_Clear(self->way.tails); /* serials were shifted, and names bear them */
+    Py_XSETREF(self->books, books);
+    return 1;
+}
+
+/* Whether a match ends in a node that is not to be looked at; -1 for errors. */
+static int is_virtual(Look *self, PyObject *match)
+{
+    if (self->virtual == Py_None)
+        return 0;
+    PyObject *node = PyObject_GetAttr(match, name_last_device_node);
+    int yes = node ? PyObject_IsInstance(node, self->virtual) : -1;
+    Py_XDECREF(node);
+    return yes;
+}
+
+/* found(match, params): whether a match is proved as by proves(); it is counted then. `params.key` is what
+ * was asked for. */
+static PyObject *found(PyObject *object, PyObject *const *args, Py_ssize_t given)
+{
+    Look *self = (Look *)object;
+    if (given != 2)
+        return PyErr_Format(PyExc_TypeError, "found takes a match and its parameters");
+    int able = look_at_books(self);
+    int odd = able == 1 ? is_virtual(self, args[0]) : 0;
+    if (able < 0 || odd < 0)
+        return NULL;
+    if (!able || odd)
+        Py_RETURN_FALSE;
+    PyObject *mapping = PyDict_GetItemWithError(self->state, self->mapping);
+    if (!mapping) {
+        if (!PyErr_Occurred())
+            PyErr_SetObject(PyExc_KeyError, self->mapping);
+        return NULL;
+    }
+    int64_t length = proved_length((Books *)self->books, args[0], mapping, &self->way);
+    if (length < 0)
+        return length == -2 ? NULL : Py_NewRef(Py_False);
+    PyObject *key = PyObject_GetAttr(args[1], name_key);
+    Py_ssize_t asked = key ? PyObject_Size(key) : -1;
+    Py_XDECREF(key);
+    if (asked < 0)
+        return NULL;
+    self->asked_tokens += asked;
+    self->hits += length > 0;
+    self->misses += length == 0;
+    self->hit_tokens += length;
+    Py_RETURN_TRUE;
 }
 
 /* -- module ----------------------------------------------------------------------------------- */
@@ -1100,6 +1330,31 @@ static PyTypeObject books_type = {
     .tp_dealloc = books_dealloc,
 };
 
+static PyMethodDef look_methods[] = {
+    METHOD(found),
+    {NULL, NULL, 0, NULL},
+};
+
+static PyMemberDef look_members[] = {
+    {"hits", T_LONGLONG, offsetof(Look, hits), READONLY, NULL},
+    {"misses", T_LONGLONG, offsetof(Look, misses), READONLY, NULL},
+    {"asked_tokens", T_LONGLONG, offsetof(Look, asked_tokens), READONLY, NULL},
+    {"hit_tokens", T_LONGLONG, offsetof(Look, hit_tokens), READONLY, NULL},
+    {NULL, 0, 0, 0, NULL},
+};
+
+static PyTypeObject look_type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "hicache_guard.kernels._books.Look",
+    .tp_basicsize = sizeof(Look),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    .tp_methods = look_methods,
+    .tp_members = look_members,
+    .tp_new = look_new,
+    .tp_traverse = look_traverse,
+    .tp_clear = look_clear,
+    .tp_dealloc = look_dealloc,
+};
+
 static PyMethodDef methods[] = {
     {"prepare", prepare, METH_VARARGS, NULL},
     {NULL, NULL, 0, NULL},
@@ -1122,13 +1377,18 @@ PyMODINIT_FUNC PyInit__books(void)
     name_device_indices = PyUnicode_InternFromString("device_indices");
     name_device_prefix_len = PyUnicode_InternFromString("device_prefix_len");
     name_last_device_node = PyUnicode_InternFromString("last_device_node");
+    name_trees_suspect = PyUnicode_InternFromString("trees_suspect");
+    name_compiled = PyUnicode_InternFromString("compiled");
+    name_key = PyUnicode_InternFromString("key");
     if (!name_dtype || !name_is_cpu || !name_is_contiguous || !name_numel || !name_data_ptr ||
-        !name_device_indices || !name_device_prefix_len || !name_last_device_node)
+        !name_device_indices || !name_device_prefix_len || !name_last_device_node ||
+        !name_trees_suspect || !name_compiled || !name_key)
         return NULL;
-    if (PyType_Ready(&books_type) < 0)
+    if (PyType_Ready(&books_type) < 0 || PyType_Ready(&look_type) < 0)
         return NULL;
     PyObject *module = PyModule_Create(&definition);
-    if (module && PyModule_AddObjectRef(module, "Books", (PyObject *)&books_type) < 0)
+    if (module && (PyModule_AddObjectRef(module, "Books", (PyObject *)&books_type) < 0 ||
+                   PyModule_AddObjectRef(module, "Look", (PyObject *)&look_type) < 0))
         Py_CLEAR(module);
     return module;
 }

@@ -229,34 +229,22 @@ def _set_evicted(params: Any, length: int) -> None:
 def _match_prefix(original: Method) -> Method:
     def hooked(tree: Any, params: Any) -> Any:
         book = tree.__dict__.get(ATTRIBUTE)
-        if book is None:
-            return original(tree, params)
         result = original(tree, params)
-        length = book.proved_at_once(result)
-        if length < 0:
-            if isinstance(result.last_device_node, book.virtual):
-                return result  # a session's row; see the module of that name
-            length = length_of(result)
-            if book.gathered is not None:
-                book.gathered.append((params, result, length))
-                return result
-            if length and not (book.known(result, length) or book.proved_later(result)):
-                proved = book.prove(book.slots_of(result), request_of(params))
-                eagle, floor = _eagle(tree, book), book.floor
-                return clip(
-                    original, tree, params, result, proved, book.record, eagle=eagle, floor=floor
-                )
-        record = book.record
-        if record.told:
-            record.proved(params, length)
-        else:
-            tally = record.tally  # as its proved()
-            tally.matches += 1
-            tally.asked_tokens += len(params.key)
-            if length:
-                tally.hits += 1
-                tally.hit_tokens += length
-                tally.whole_tokens += length
+        if book is None or book.at_once(result, params):
+            return result
+        if isinstance(result.last_device_node, book.virtual):
+            return result  # a session's row; see the module of that name
+        length = length_of(result)
+        if book.gathered is not None:
+            book.gathered.append((params, result, length))
+            return result
+        if length and not (book.known(result, length) or book.proved_later(result)):
+            proved = book.prove(book.slots_of(result), request_of(params))
+            eagle, floor = _eagle(tree, book), book.floor
+            return clip(
+                original, tree, params, result, proved, book.record, eagle=eagle, floor=floor
+            )
+        book.record.proved(params, length)
         return result
 
     return hooked

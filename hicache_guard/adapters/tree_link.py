@@ -18,12 +18,15 @@ import torch
 from hicache_guard.adapters.host_copies import HostTier
 from hicache_guard.adapters.link import AllocatorLink
 from hicache_guard.adapters.recorder import Recorder, length_of
-from hicache_guard.core.compiled import Books
+from hicache_guard.core import compiled
+from hicache_guard.core.compiled import Books, Look
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.proof import Adopted, Proved
 
 #: The attribute under which a tree holds its link.
 ATTRIBUTE = "_hicache_guard_tree"
+#: The attribute of an allocator that is the mapping.
+MAPPING = "full_to_swa_index_mapping"
 #: Nodes before which it is remembered what comes, and how many nodes that may be.
 MAX_REMEMBERED, MAX_TAIL = 16_384, 16
 
@@ -70,6 +73,22 @@ class TreeLink:
         #: What comes before nodes that are shorter than the window; see ``proved_later``.
         self.tails: dict[int, tuple[list[Any], int]] = {}
         self._named_by: Books | None = None
+        #: Whether a match (a result, and the parameters) is proved at once; it is counted then.
+        self.at_once: Callable[[Any, Any], bool] = self._found_at_once
+        look = self._look()
+        if look is not None:
+            self.record.tally.wholes.append(look)
+            self.at_once = look.found
+
+    def _look(self) -> Look | None:
+        """How matches are proved and counted in one call; None where that takes more."""
+        if self.record.told:
+            return None
+        virtual = self.virtual if self.gives_slots else None
+        return compiled.look(
+            self.guard, self.state, MAPPING, virtual or None,
+            self.need, self.value_of, self.full, self.tails,
+        )  # fmt: skip
 
     def judged(self, name: str, request: str | None, check: Callable[[], Any]) -> Any:
         """As ``AllocatorLink.judged``; else on behalf of the request whose method runs."""
@@ -121,7 +140,14 @@ class TreeLink:
         if books is None or guard.trees_suspect:
             return False
         need = self.need if self.need < length else length
-        return books.held(slots, self.link.state["full_to_swa_index_mapping"], need) > 0
+        return books.held(slots, self.state[MAPPING], need) > 0
+
+    def _found_at_once(self, result: Any, params: Any) -> bool:
+        length = self.proved_at_once(result)
+        if length < 0:
+            return False
+        self.record.proved(params, length)
+        return True
 
     def proved_at_once(self, result: Any) -> int:
         """The length of a match that can be proved by a look at the end of its path, else -1."""
@@ -134,8 +160,9 @@ class TreeLink:
         if books is not self._named_by:  # serials were shifted, and names bear them
             self._named_by = books
             self.tails.clear()
-        mapping = self.state["full_to_swa_index_mapping"]
-        return books.proves(result, mapping, self.need, self.value_of, self.full, self.tails)
+        return books.proves(
+            result, self.state[MAPPING], self.need, self.value_of, self.full, self.tails
+        )
 
     def proved_later(self, result: Any) -> bool:
         """As ``proved_at_once``, of a match whose last node is shorter than the window.
@@ -154,7 +181,7 @@ class TreeLink:
         if last is not None:
             if len(self.tails) >= MAX_REMEMBERED:
                 self.tails.clear()
-            name = books.held(last, self.state["full_to_swa_index_mapping"], last.shape[0] + 1)
+            name = books.held(last, self.state[MAPPING], last.shape[0] + 1)
             self.tails[name] = self._find_tail(node)
         return True
 
@@ -212,7 +239,7 @@ class TreeLink:
 
     def _now(self) -> tuple[int, int, int]:
         """The last operation; and the mapping, which may be written or replaced behind us."""
-        mapping: torch.Tensor = self.state["full_to_swa_index_mapping"]
+        mapping: torch.Tensor = self.state[MAPPING]
         return self.guard.serial, mapping._version, id(mapping)
 
     @staticmethod

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -21,6 +21,9 @@ from hicache_guard.core.journal import ACTING_FOR, Steps
 from hicache_guard.core.ledger import PageLedger
 from hicache_guard.core.windowmap import WindowMap
 from hicache_guard.core.witness import Witness
+
+if TYPE_CHECKING:
+    from hicache_guard.core.guard import PoolGuard
 
 try:
     _books: Any = importlib.import_module("hicache_guard.kernels._books")
@@ -147,6 +150,26 @@ class Books(Protocol):
         """The serials of the last operations on a page, newest first, and 1 for a free."""
 
 
+class Look(Protocol):
+    """The matches of one tree, proved and counted by one call each; see ``look``.
+
+    Counts those that were proved whole: ``hits`` that used any token, ``misses`` that used none,
+    the tokens of all keys, and of all hits.
+    """
+
+    hits: int
+    misses: int
+    asked_tokens: int
+    hit_tokens: int
+
+    def found(self, match: Any, params: Any, /) -> bool:
+        """Whether the compiled books prove a match at once; it is counted then.
+
+        Its key is ``params.key``. Where nothing is compiled, or anything may be wrong, the answer
+        is no.
+        """
+
+
 def steps(watched: list[tuple[dict[str, Any], str]]) -> Steps:
     """Steps that watch attributes, by dictionary and name, the last of them a tensor.
 
@@ -163,6 +186,28 @@ def books(full: PageLedger, window: PageLedger, book: WindowMap, witness: Witnes
     kept = (full.born, window.born, full.named, book.stamp, book.owner, witness.since)
     arrays = [tensor.numpy() for tensor in kept]
     made: Books = _books.Books(full.page_size, *arrays)
+    return made
+
+
+def look(
+    guard: PoolGuard,
+    state: dict[str, Any],
+    mapping: str,
+    virtual: type | None,
+    window: int,
+    value_of: Callable[[Any, Any], torch.Tensor | None] | None,
+    full: Any,
+    tails: dict[int, tuple[list[Any], int]],
+) -> Look | None:
+    """How the matches of a tree are proved by a guard's books; None without any.
+
+    ``state[mapping]`` is the mapping, and what ends in a node of the class ``virtual`` is never
+    proved here. The rest is as in ``Books.proves``; ``tails`` is emptied where the names in it are
+    no longer valid.
+    """
+    if guard.compiled is None:
+        return None
+    made: Look = _books.Look(guard, state, mapping, virtual, window, value_of, full, tails)
     return made
 
 

@@ -25,6 +25,7 @@ from typing import IO, TYPE_CHECKING, Any
 from hicache_guard.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from hicache_guard.core.compiled import Look
     from hicache_guard.core.report import Violation
 
 logger = logging.getLogger("hicache_guard")
@@ -94,38 +95,45 @@ class MatchRecord:
         return None if self.clip is None else self.clip.partition(":")[0]
 
 
+class Whole:
+    """Counts of matches: ``hits`` used ``hit_tokens``, and ``misses`` none."""
+
+    __slots__ = ("asked_tokens", "hit_tokens", "hits", "misses")
+
+    def __init__(self) -> None:
+        self.hits = self.misses = self.asked_tokens = self.hit_tokens = 0
+
+
 class MatchTally:
     """Counts of matches and of what happens to cached tokens; all in tokens where not said else.
 
-    Plain attributes, to be raised in place. ``hits`` are the matches that used any token;
+    Plain attributes, to be raised in place, but for those that count matches. Whole ones are
+    counted by ``wholes``: the tally's own, and whatever else counts such.
     ``false_hit_tokens_avoided`` were claimed by the release and not used (none in observe, where
     only ``clips`` counts); ``recomputed_tokens`` are computed again although some group still had
     them. ``load_backs_refused`` and ``insert_cuts`` count calls, as ``load_backs`` does.
     """
 
     __slots__ = (
+        "_clipped",
         "_clipped_proved",
-        "asked_tokens",
+        "_whole",
         "clips",
         "evicted_tokens",
         "evictions",
         "false_hit_tokens_avoided",
-        "hit_tokens",
-        "hits",
         "insert_cuts",
         "load_back_tokens",
         "load_backs",
         "load_backs_refused",
-        "matches",
         "recomputed_tokens",
-        "whole_tokens",
+        "wholes",
     )
 
     def __init__(self, groups: Sequence[str] = ("full", "window")) -> None:
-        self.matches = 0
-        self.hits = 0
-        self.hit_tokens = 0
-        self.asked_tokens = 0
+        self._whole = Whole()
+        self.wholes: list[Whole | Look] = [self._whole]
+        self._clipped = Whole()
         self.clips: Counter[str] = Counter()
         self.false_hit_tokens_avoided = 0
         self.recomputed_tokens = 0
@@ -135,23 +143,46 @@ class MatchTally:
         self.load_back_tokens = 0
         self.load_backs_refused = 0
         self.insert_cuts = 0
-        # Of a match that is proved whole every group proved the same: one addition for all groups.
-        self.whole_tokens = 0
         self._clipped_proved = dict.fromkeys(groups, 0)
+
+    def _sum(self, name: str) -> int:
+        return sum(getattr(counts, name) for counts in (*self.wholes, self._clipped))
+
+    @property
+    def matches(self) -> int:
+        """All matches."""
+        return self._sum("hits") + self._sum("misses")
+
+    @property
+    def hits(self) -> int:
+        """Matches that used any token."""
+        return self._sum("hits")
+
+    @property
+    def hit_tokens(self) -> int:
+        """Tokens that they used."""
+        return self._sum("hit_tokens")
+
+    @property
+    def asked_tokens(self) -> int:
+        """Tokens of all keys."""
+        return self._sum("asked_tokens")
 
     @property
     def proved_tokens(self) -> dict[str, int]:
-        """Tokens that each group proved."""
-        return {name: self.whole_tokens + n for name, n in list(self._clipped_proved.items())}
+        """Tokens that each group proved; of a match that is proved whole they all proved it."""
+        whole = sum(counts.hit_tokens for counts in self.wholes)
+        return {name: whole + n for name, n in list(self._clipped_proved.items())}
 
     def proved(self, asked: int, used: int) -> None:
         """A match of a key of ``asked`` tokens gave ``used``, and every group proved them all."""
-        self.matches += 1
-        self.asked_tokens += asked
+        whole = self._whole
+        whole.asked_tokens += asked
         if used:
-            self.hits += 1
-            self.hit_tokens += used
-            self.whole_tokens += used
+            whole.hits += 1
+            whole.hit_tokens += used
+        else:
+            whole.misses += 1
 
     def clipped(self, record: MatchRecord) -> None:
         """A match was not proved whole. Raises ValueError for a record without a reason."""
@@ -159,10 +190,11 @@ class MatchTally:
             raise ValueError("a match without a clip is proved")
         avoided = max(0, record.claimed - record.used)
         deepest = max(record.matched.values(), default=0) + record.host
-        self.matches += 1
-        self.asked_tokens += record.asked
-        self.hits += record.used > 0
-        self.hit_tokens += record.used
+        clipped = self._clipped
+        clipped.asked_tokens += record.asked
+        clipped.hits += record.used > 0
+        clipped.misses += record.used <= 0
+        clipped.hit_tokens += record.used
         self.clips[record.reason] += 1
         self.false_hit_tokens_avoided += avoided
         self.recomputed_tokens += max(0, deepest - record.used)

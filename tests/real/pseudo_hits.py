@@ -24,6 +24,7 @@ import torch
 
 from hicache_guard.adapters import recorder, tree_link
 from hicache_guard.adapters.hooks import install, running_version, uninstall
+from hicache_guard.core import compiled
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.report import Violation
@@ -199,7 +200,12 @@ def play(release: scheduling.Release, tree: str, scene: Scene, mode: str | None)
 # --- proof by mutation -----------------------------------------------------------------------------
 
 
+def _no_look(*terms: Any) -> None:
+    """Each match is proved by more than one call."""
+
+
 def _no_proof() -> None:
+    compiled.look = _no_look  # type: ignore[assignment]
     tree_link.TreeLink.proved_at_once = lambda self, result: recorder.length_of(result)  # type: ignore[method-assign]
 
 

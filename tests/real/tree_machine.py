@@ -55,6 +55,7 @@ from hicache_guard.adapters.hooks import _MARK, install, running_version, uninst
 from hicache_guard.adapters.link import _links as _known
 from hicache_guard.adapters.recorder import length_of
 from hicache_guard.adapters.tree_link import TreeLink
+from hicache_guard.core import compiled
 from hicache_guard.core.errors import GuardViolation
 from hicache_guard.core.faults import Fault
 from hicache_guard.core.guard import PoolGuard
@@ -94,6 +95,8 @@ REPLACES_LOCKED_PREFIXES = ("0.5.12", "0.5.12.post1", "0.5.13", "0.5.13.post1", 
 
 #: A pseudo-hit of a kind of its own: full pages of it were recycled, and cached again for others.
 TWICE = "page cached twice"
+#: Where ``asked_twice`` keeps its own look at a tree.
+A_LOOK = "asked twice"
 #: What a running request owns was freed by somebody else.
 ROBBED = "robbed"
 
@@ -1235,13 +1238,23 @@ def asked_twice() -> Iterator[None]:
     Once something was wrong a guard judges slot by slot, and the answer at once is hardly asked for;
     here it is, as if nothing had been.
     """
-    real = TreeLink.proved_at_once
+    real, real_look = TreeLink.proved_at_once, compiled.look
+
+    def found(link: TreeLink, result: Any) -> bool:
+        """Whether a look of its own finds the match."""
+        if A_LOOK not in vars(link):
+            with replaced((compiled, "look", real_look)):
+                vars(link)[A_LOOK] = link._look()
+        look = vars(link)[A_LOOK]
+        return look is not None and bool(look.found(result, SimpleNamespace(key=())))
 
     def both(self: TreeLink, result: Any) -> int:
         guard, length = self.guard, length_of(result)
         suspect, guard.trees_suspect = guard.trees_suspect, False
         try:
             at_once = real(self, result)
+            if found(self, result) is not (at_once >= 0):
+                raise Finding("pseudo-hit", f"of a match {at_once} tokens are proved, or not found")
             said = at_once >= 0 or self.proved_later(result)
         finally:
             guard.trees_suspect = suspect
@@ -1254,11 +1267,8 @@ def asked_twice() -> Iterator[None]:
                 raise Finding(kind, f"compiled: {at_once} of {length} tokens, the tail is {live}")
         return real(self, result)
 
-    TreeLink.proved_at_once = both  # type: ignore[method-assign]
-    try:
+    with replaced((TreeLink, "proved_at_once", both), (compiled, "look", _no_look)):
         yield
-    finally:
-        TreeLink.proved_at_once = real  # type: ignore[method-assign]
 
 
 def drive(
@@ -1595,9 +1605,21 @@ def _at_once_too_little(self: Any, result: Any) -> int:
         self.need += 1
 
 
-_AT_ONCE = TreeLink.proved_at_once
+_AT_ONCE, _LOOK = TreeLink.proved_at_once, compiled.look
+
+
+def _no_look(*terms: Any) -> None:
+    """Each match is proved by more than one call."""
+
+
+def _look_at_too_little(*terms: Any) -> Any:
+    guard, state, mapping, virtual, window, *others = terms
+    return _LOOK(guard, state, mapping, virtual, window - 1, *others)
+
 
 AT_ONCE = "one token too few at once"
+FOUND = "one token too few found"
+NO_LOOK = (compiled, "look", _no_look)
 RENEWALS = "renewals not seen"
 #: Releases whose trees never move window slots to full slots that they keep.
 NEVER_RENEW = ("0.5.12", "0.5.12.post1")
@@ -1605,18 +1627,19 @@ NEVER_RENEW = ("0.5.12", "0.5.12.post1")
 #: What is broken, as (class, attribute, replacement). ``Books.held`` only ever says yes to what the
 #: torch code would prove as well, so that is asked where its own parts are broken.
 MUTANTS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
-    "proof skipped": ((TreeLink, "proved_at_once", _always),),
+    "proof skipped": ((TreeLink, "proved_at_once", _always), NO_LOOK),
     "stamps not compared": (
-        (TreeLink, "proved_at_once", _not_at_once), (TreeLink, "proved_later", _never), (Witness, "live", _live_unstamped),
+        (TreeLink, "proved_at_once", _not_at_once), (TreeLink, "proved_later", _never), (Witness, "live", _live_unstamped), NO_LOOK,
     ),
     "full pages not compared": (
-        (TreeLink, "proved_at_once", _not_at_once), (TreeLink, "proved_later", _never), (Witness, "resident", _all_resident),
+        (TreeLink, "proved_at_once", _not_at_once), (TreeLink, "proved_later", _never), (Witness, "resident", _all_resident), NO_LOOK,
     ),
     "one token too few": (
         (TreeLink, "proved_at_once", _not_at_once), (TreeLink, "proved_later", _never),
-        (PoolGuard, "prove_prefixes", _proves_too_little),
+        (PoolGuard, "prove_prefixes", _proves_too_little), NO_LOOK,
     ),
     AT_ONCE: ((TreeLink, "proved_at_once", _at_once_too_little),),
+    FOUND: ((compiled, "look", _look_at_too_little),),
     "insertions not checked": ((TreeLink, "adopt", _adopts_all),),
     "nothing vouched for": (
         (Witness, "vouch", _nothing), (TreeLink, "adopt", _adopts_unvouched),
@@ -1641,7 +1664,13 @@ HOST_MUTANTS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
 @contextmanager
 def broken(name: str) -> Iterator[None]:
     """The guard with one mutation."""
-    changes = {**MUTANTS, **HOST_MUTANTS}[name]
+    with replaced(*{**MUTANTS, **HOST_MUTANTS}[name]):
+        yield
+
+
+@contextmanager
+def replaced(*changes: tuple[Any, str, Any]) -> Iterator[None]:
+    """Attributes of ours with others in their places: (owner, attribute, replacement)."""
     kept = [(owner, attribute, vars(owner)[attribute]) for owner, attribute, _ in changes]
     try:
         for owner, attribute, replacement in changes:
@@ -1778,7 +1807,7 @@ def jobs(release: scheduling.Release, options: argparse.Namespace) -> Iterator[d
                 "enforce",
                 steps=options.mutant_steps,
                 trees=trees,
-                twice=name == AT_ONCE,
+                twice=name in (AT_ONCE, FOUND),
                 **usual,
             )
         yield row_of("mutant", outcome, mutant=name)
