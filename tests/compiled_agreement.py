@@ -624,7 +624,7 @@ def _build(source: str, folder: Path) -> ModuleType:
     command = [
         "cc",
         "-std=c11",
-        "-O1",
+        "-O0",
         "-DTOGETHER=2",
         "-DNODES=1",
         "-fPIC",

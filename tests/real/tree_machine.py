@@ -1763,7 +1763,7 @@ def jobs(release: scheduling.Release, options: argparse.Namespace) -> Iterator[d
         for tree in trees:
             outcome = drive(
                 release, mode, steps=steps // len(trees), trees=[tree], faults=faults,
-                collected=collected, twice=mode == "enforce" and not collected, **usual,
+                collected=collected, twice=options.suite and mode == "enforce" and not collected, **usual,
             )  # fmt: skip
             if options.minimize and outcome.failure and outcome.setting is not None:
                 script = minimal(
