@@ -194,12 +194,11 @@ typedef struct {
 
 static int read_known(const Known *known, Items *items)
 {
-    *items = (Items){.kept = known->tensor, .wide = 1, .count = known->count};
-    if (locate(known->tensor, items) < 0) {
-        items->kept = NULL;
+    *items = (Items){.kept = Py_NewRef(known->tensor), .wide = 1, .count = known->count};
+    if (locate(items->kept, items) < 0) {
+        Py_CLEAR(items->kept);
         return -1;
     }
-    Py_INCREF(known->tensor);
     return 0;
 }
 
@@ -1069,12 +1068,12 @@ static int64_t held_before(Books *self, const View *view, PyObject *last, int64_
     int64_t total;
     if (!PyArg_ParseTuple(tail, "O!L", &PyList_Type, &nodes, &total))
         return 2;
-    Py_INCREF(nodes);
-    parts = PyList_New(1 + PyList_GET_SIZE(nodes));
+    nodes = PyList_AsTuple(nodes); /* whoever is asked may change the list */
+    parts = nodes ? PyList_New(1 + PyTuple_GET_SIZE(nodes)) : NULL;
     if (parts)
         PyList_SET_ITEM(parts, 0, Py_NewRef(last));
-    for (Py_ssize_t k = 0; parts && k < PyList_GET_SIZE(nodes); k++) {
-        PyObject *const asked[] = {PyList_GET_ITEM(nodes, k), full};
+    for (Py_ssize_t k = 0; parts && k < PyTuple_GET_SIZE(nodes); k++) {
+        PyObject *const asked[] = {PyTuple_GET_ITEM(nodes, k), full};
         PyObject *part = PyObject_Vectorcall(value_of, asked, 2, NULL);
         if (part)
             PyList_SET_ITEM(parts, k + 1, part);
@@ -1083,7 +1082,7 @@ static int64_t held_before(Books *self, const View *view, PyObject *last, int64_
     }
     int64_t right = parts ? held_in(self, view, parts, mapping, need, total) : 2;
     Py_XDECREF(parts);
-    Py_DECREF(nodes);
+    Py_XDECREF(nodes);
     return right;
 }
 
@@ -1285,7 +1284,12 @@ static PyObject *found(PyObject *object, PyObject *const *args, Py_ssize_t given
             PyErr_SetObject(PyExc_KeyError, self->mapping);
         return NULL;
     }
-    int64_t length = proved_length((Books *)self->books, args[0], mapping, &self->way);
+    /* Python runs meanwhile, which may replace either. */
+    PyObject *books = Py_NewRef(self->books);
+    Py_INCREF(mapping);
+    int64_t length = proved_length((Books *)books, args[0], mapping, &self->way);
+    Py_DECREF(mapping);
+    Py_DECREF(books);
     if (length < 0)
         return length == -2 ? NULL : Py_NewRef(Py_False);
     PyObject *key = PyObject_GetAttr(args[1], name_key);

@@ -30,6 +30,7 @@ from hicache_guard.core.compiled import FREES_FULL, FREES_WINDOW
 from hicache_guard.core.errors import UnguardedError
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.modes import Mode
+from hicache_guard.core.transfer import to_device
 from hicache_guard.core.verdict import Vetted
 
 Method = Callable[..., Any]
@@ -390,7 +391,7 @@ def _free_full_side(original: Method, name: str, sides: Sides, *, segment: bool)
             return
         if name in link.deferred and in_free_group(allocator):
             # It only joins the open group, and is checked when that ends.
-            joined = (free_index.to(torch.int64, copy=True), link.guard.serial)
+            joined = (free_index.to(torch.int64, copy=True), link.guard.moment)
             if link.guard.trees_working:
                 link.guard.withdraw(joined[0])
             link.joined.setdefault(name, []).append(joined)
@@ -497,13 +498,12 @@ def _as_joined(link: AllocatorLink, name: str, free_index: torch.Tensor) -> torc
     """
     joined = link.joined.pop(name)
     slots = torch.cat([slots for slots, _ in joined])
-    serials = [serial for _, serial in joined]
+    serials = [link.guard.serial_at(moment) for _, moment in joined]
     counts = [slots.shape[0] for slots, _ in joined]
     if slots.shape[0] != free_index.shape[0]:
         return free_index  # not the queue that was noted: something else flushed it
     # By numpy: torch's operator would look at the counts on the device.
-    since = torch.from_numpy(np.repeat(np.array(serials), counts))
-    since = since.to(slots.device, non_blocking=True)
+    since = to_device(torch.from_numpy(np.repeat(np.array(serials), counts)), slots.device)
     link.guard.backlog.settle()  # what was handed out since may only be noted
     bad = link.guard.check_handed_out_since(slots, since)
     return free_index if bad is None else free_index[~bad]

@@ -40,6 +40,7 @@ from hicache_guard.core.faults import Fault
 from hicache_guard.core.journal import Operation
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.report import Violation, describe_operation
+from hicache_guard.core.transfer import to_device
 from hicache_guard.core.verdict import HostCopy
 
 
@@ -144,8 +145,7 @@ class HostTier:
         full, window = self.full.read(path), self.window.read(entries)
         due = full
         if self.expected is not None:
-            fit = torch.from_numpy(fitted(self.expected, full.shape[0]))
-            due = fit.to(full.device, non_blocking=True)
+            due = to_device(torch.from_numpy(fitted(self.expected, full.shape[0])), full.device)
         masks = []
         for found in (full, window):
             good = (found == due) & (due != UNKNOWN) | (found == VOUCHED)

@@ -42,5 +42,5 @@ def contents_of(pool: Any) -> Contents:
 
 
 def numbers(slots: torch.Tensor) -> Numbers:
-    """Host slots, which lie on the host, as numbers (int64)."""
-    return slots.detach().to(torch.int64).numpy()
+    """Host slots as numbers (int64). Every release keeps them on the host: elsewhere this waits."""
+    return slots.detach().to("cpu", torch.int64).numpy()

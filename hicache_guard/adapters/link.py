@@ -76,7 +76,7 @@ class AllocatorLink:
     slots that the running allocation took. ``captured_last``: the translation of the slots
     that it continues after. ``queued``: window frees that wait for their group to end, as (full
     slots, what their entries held when queued); ``joined``: frees of the full side that do, by
-    name, as (full slots, the serial of the last operation then). ``given``: the slots that the
+    name, as (full slots, the moment). ``given``: the slots that the
     running free hands to the release, and a tensor of the same that nobody else writes into.
     """
 

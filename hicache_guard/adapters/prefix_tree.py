@@ -268,7 +268,7 @@ def load_back(original: Method, tree: Any, node: Any, *args: Any, **kwargs: Any)
     book = tree.__dict__.get(ATTRIBUTE)
     if book is None or book.tier is None:
         return original(tree, node, *args, **kwargs)
-    tier, guard, before = book.tier, book.guard, book.guard.serial
+    tier, guard, before = book.tier, book.guard, book.guard.moment
     req = kwargs.get("req", args[1] if len(args) > 1 else None)
     tier.expect(req)
     guard.trees_loading = True
@@ -281,7 +281,7 @@ def load_back(original: Method, tree: Any, node: Any, *args: Any, **kwargs: Any)
             book.judged(
                 "load_back",
                 None if req is None else req.rid,
-                lambda: guard.adopt_loaded(path, before, full, window),
+                lambda: guard.adopt_loaded(path, guard.serial_at(before), full, window),
             )
     finally:
         tier.done()

@@ -16,7 +16,7 @@ import torch
 from hicache_guard.adapters.link import AllocatorLink, link_of
 
 #: The attribute under which a session cache holds when each row was put by, and how long it was:
-#: (serial, tokens) by session.
+#: (moment, tokens) by session.
 ATTRIBUTE = "_hicache_guard_rows"
 
 Method = Callable[..., Any]
@@ -28,7 +28,7 @@ def try_cache_finished_req(original: Method, sessions: Any, req: Any, *args: Any
     if kept and link is not None and req.session.session_id in sessions.slots:
         session = req.session.session_id
         length = _row(_holder(sessions), sessions.slots[session]).shape[0]
-        vars(sessions).setdefault(ATTRIBUTE, {})[session] = (link.guard.serial, length)
+        vars(sessions).setdefault(ATTRIBUTE, {})[session] = (link.guard.moment, length)
     return kept
 
 
@@ -43,14 +43,15 @@ def find_active_slot(original: Method, sessions: Any, req: Any) -> Any:
     if link is None:
         return slot
     session = req.session.session_id
-    since, length = vars(sessions).get(ATTRIBUTE, {}).get(session, (0, -1))
+    moment, length = vars(sessions).get(ATTRIBUTE, {}).get(session, (0, -1))
     holder = _holder(sessions)
     row = _row(holder, slot)
     if row.shape[0] != length:
         return slot  # its turn runs: the row is the request's
     need = int(holder.sliding_window_size or 0)
-    check_row = link.guard.check_row
-    if link.judged("find_active_slot", req.rid, lambda: check_row(row, need, since)):
+    guard = link.guard
+    check = lambda: guard.check_row(row, need, guard.serial_at(moment))  # noqa: E731
+    if link.judged("find_active_slot", req.rid, check):
         return slot
     sessions.release_session(session)
     return None

@@ -240,7 +240,7 @@ class TreeLink:
     def _now(self) -> tuple[int, int, int]:
         """The last operation; and the mapping, which may be written or replaced behind us."""
         mapping: torch.Tensor = self.state[MAPPING]
-        return self.guard.serial, mapping._version, id(mapping)
+        return self.guard.moment, mapping._version, id(mapping)
 
     @staticmethod
     def _key(result: Any, length: int) -> tuple[Any, int]:

@@ -4,7 +4,11 @@ A generation proves that a page was not recycled; it cannot prove a copy, which 
 a copy must agree with is the prefix it stands for, so each page of a tree bears a *print*: a 64-bit
 number made of all tokens up to the page's end, and of the namespace they belong to. It goes to the
 host with the page and comes back with it, and what comes back must be the print of the prefix that
-it is loaded for. Only kept where there is a host tier; 8 bytes a page, in host memory.
+it is loaded for. Only kept where there is a host tier.
+
+The prints of a prefix are made on the host, from its tokens. Those of pages, of the host's too, lie
+on the device, 8 bytes a page: so they go along with a copy, and nobody waits for the device before
+somebody must know whether they are right.
 
 A page that comes from a storage backend gets a *ticket* when it is taken, for nobody else's. If the
 page still bears it when the fetch is over, the ticket is changed for a print; so what was handed on
@@ -22,6 +26,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from hicache_guard.core.transfer import to_device
 
 Numbers = npt.NDArray[np.int64]
 
@@ -77,7 +83,7 @@ class Contents:
         return self._page_of(slots[:: self.page_size])
 
     def _page_of(self, slots: torch.Tensor) -> torch.Tensor:
-        known = slots.to(self._prints.device, torch.int64, non_blocking=True)
+        known = to_device(slots, self._prints.device).to(torch.int64)
         pages = known.div(self.page_size, rounding_mode="floor")
         return torch.where((pages < 0) | (pages >= self._prints.shape[0]), 0, pages)
 
@@ -85,8 +91,7 @@ class Contents:
         """The pages of ``slots`` hold what ``found`` says, a print a page or one for all."""
         pages = self._pages(slots)
         if isinstance(found, torch.Tensor):
-            told = found.to(self._prints.device, non_blocking=True)
-            self._prints.index_copy_(0, pages, told)
+            self._prints.index_copy_(0, pages, to_device(found, self._prints.device))
         else:
             self._prints.index_fill_(0, pages, found)
 
@@ -104,7 +109,7 @@ class Contents:
         """Those pages of ``slots`` that hold what ``was`` says hold what ``found`` says."""
         pages, now = self._pages(slots), self.read(slots)
         if isinstance(found, torch.Tensor):
-            found = found.to(now.device, non_blocking=True)
+            found = to_device(found, now.device)
         self._prints.index_copy_(0, pages, torch.where(now == was, found, now))
 
     def forget(self) -> None:

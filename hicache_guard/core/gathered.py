@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hicache_guard.core.journal import Journal, Operation
+from hicache_guard.core.transfer import to_device
 
 if TYPE_CHECKING:
     from hicache_guard.core.ledger import PageLedger
@@ -64,7 +65,7 @@ class Gathered:
             return self.operations[0].serial
         serials = np.array([operation.serial for operation in self.operations], dtype=np.int32)
         spread = torch.from_numpy(serials.repeat(self.counts()))
-        return spread.to(self.tensors[0].device, non_blocking=True)
+        return to_device(spread, self.tensors[0].device)
 
     def parts(self) -> list[tuple[Operation, torch.Tensor]]:
         """Each operation with its elements (int64)."""

@@ -49,6 +49,9 @@ MAX_VERDICTS_UNDER_WAY = 4096
 MAX_REPORTED = 65_536
 #: Slots of matched paths that are looked at in one go; each costs some 80 bytes meanwhile.
 MAX_AT_ONCE = 262_144
+#: Serials that are left when they are shifted: while a load-back runs, whose parts are proved by what
+#: was before, that is put off for so many operations.
+LEFT = 64
 #: Backups that can be restored with their mapping; SGLang keeps one at a time.
 MAX_BACKUPS = 8
 
@@ -88,6 +91,7 @@ class PoolGuard:
         self.journal = Journal()
         self.tally = Tally()
         self.serial = 0
+        self._shifted = 0
         self.operation: Operation | None = None
         #: Set once an entry of the mapping may be wrong: from then on translations are validated.
         self.mapping_suspect = False
@@ -124,7 +128,7 @@ class PoolGuard:
 
     def begin(self, name: str, caller: FrameType) -> Operation:
         """Open the record of an outermost operation. ``caller`` is the frame that asked for it."""
-        if self.serial >= SERIAL - 4:
+        if self.serial >= SERIAL - LEFT and (not self.trees_loading or self.serial >= SERIAL - 4):
             self._rebase(caller)
         self.serial += 1
         self.tally.operations += 1
@@ -134,10 +138,22 @@ class PoolGuard:
             self.poll()
         return operation
 
+    @property
+    def moment(self) -> int:
+        """The last operation, by a number that stays its own when serials are shifted."""
+        return self.serial + self._shifted
+
+    def serial_at(self, moment: int) -> int:
+        """The serial of what was the last operation at a moment; the first one's for what is old.
+
+        To be asked inside the operation that compares it.
+        """
+        return max(1 if self._shifted else 0, moment - self._shifted)
+
     def begin_step(self, name: str, caller: FrameType) -> bool:
         """As ``begin``, by the journal's ``Steps``; whether what they watch is as it was left."""
         steps = self.journal.steps
-        if steps is None or self.serial >= SERIAL - 4:
+        if steps is None or self.serial >= SERIAL - LEFT:
             self.begin(name, caller)
             return steps is not None and not steps.changed()
         self.serial = serial = self.serial + 1
@@ -164,6 +180,7 @@ class PoolGuard:
         self.full.rebase(shift)
         self.window.rebase(shift)
         self.serial -= shift
+        self._shifted += shift
         steps = self.journal.steps
         self.journal = Journal()
         if steps is not None:
