@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json as json_module
+import math
 import subprocess
 import sys
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +22,11 @@ app = typer.Typer(help="Measure what the guard costs.", no_args_is_help=True)
 BUDGET, FROM_BATCH = 1.5, 64
 #: The most that a match may cost in observe and enforce, as a ratio, for hits of so many tokens.
 MATCH_BUDGET, FROM_HIT = 1.25, 8192
+#: The most that a checked translation may cost, against a gather, from so many entries on; and what
+#: it must use of a copy's bandwidth for very many. And the most that checked attention may cost.
+TRANSLATE_BUDGET, FROM_ENTRIES = 1.1, 1 << 15
+LEAST_BANDWIDTH, MANY_ENTRIES = 0.8, 1 << 20
+DECODE_BUDGET = 1.03
 #: The most memory that the guard may hold, in bytes a slot of either pool.
 MEMORY_BUDGET = 16.0
 
@@ -83,6 +90,69 @@ def match(
     else:
         _show_matches(release, report)
     return 1 if over_match(report) else 0
+
+
+@app.command()
+def kernels(
+    rounds: Annotated[int, typer.Option(help="Replays of each case.", min=3)] = 200,
+    as_json: _AsJson = False,
+) -> int:
+    """Time of checked translation and attention on a GPU, against the same without a check.
+
+    SGLang's own translation is beside it where SGLang can be imported. Exit status 0 where the
+    budgets are kept, 1 where not, 2 without a GPU.
+    """
+    if not torch.cuda.is_available():
+        raise ConfigError("bench kernels measures a GPU, and PyTorch sees none here")
+    module = "hicache_guard.repro.bench_kernels"
+    command = [sys.executable, "-P", "-m", module, "--rounds", str(rounds)]
+    done = children.run(command, stdout=subprocess.PIPE)
+    if done.returncode:
+        raise ConfigError("the kernels were not measured; the error is above")
+    report: dict[str, Any] = json_module.loads(done.stdout.splitlines()[-1])
+    if as_json:
+        print(json_module.dumps(report))
+    else:
+        _show_kernels(report)
+    return 1 if over_kernels(report) else 0
+
+
+def over_kernels(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of a report on kernels that do not keep their budget."""
+    return [row for row in report["times"] if row["ratio"] > _kernel_budget(row) or _slow(row)]
+
+
+def _kernel_budget(row: dict[str, Any]) -> float:
+    if row["what"] == "decode":
+        return DECODE_BUDGET
+    return TRANSLATE_BUDGET if row["entries"] >= FROM_ENTRIES else math.inf
+
+
+def _slow(row: dict[str, Any]) -> bool:
+    """Whether a translation of many entries uses too little of the bandwidth of a copy."""
+    many = row["what"] == "translate" and row["entries"] >= MANY_ENTRIES
+    return bool(many and row["bandwidth"] < LEAST_BANDWIDTH)
+
+
+def _show_kernels(report: dict[str, Any]) -> None:
+    table = Table(
+        "what", "case", "checked", "unchecked", "ratio", "SGLang", "of a copy's bandwidth",
+        title=f"Window kernels on {report['device']}",
+    )  # fmt: skip
+    for row in report["times"]:
+        if row["what"] == "translate":
+            case = f"{row['entries']:,} entries, page {row['page_size']}"
+            sglang = f"{row['sglang_us']:.1f} µs" if row["sglang_us"] else "not importable"
+            share = f"{row['bandwidth']:.0%}"
+        else:
+            cores = "tensor cores" if row["tensor_cores"] else "no tensor cores"
+            case, sglang, share = f"{row['model']}, batch {row['batch']}, {cores}", "", ""
+        ratio = ("[bold red]" if over_kernels({"times": [row]}) else "") + f"{row['ratio']:.2f}"
+        ours, bare = f"{row['ours_us']:.1f} µs", f"{row['plain_us']:.1f} µs"
+        table.add_row(row["what"], case, ours, bare, ratio, sglang, share)
+    Console().print(table)
+    if report["no decode"]:
+        Console().print(f"decode was not measured: {report['no decode']}")
 
 
 def _measured(benchmark: str, release: str, rounds: int, *options: str) -> dict[str, Any]:

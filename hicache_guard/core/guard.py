@@ -49,8 +49,8 @@ MAX_VERDICTS_UNDER_WAY = 4096
 MAX_REPORTED = 65_536
 #: Slots of matched paths that are looked at in one go; each costs some 80 bytes meanwhile.
 MAX_AT_ONCE = 262_144
-#: Serials that are left when they are shifted: while a load-back runs, whose parts are proved by what
-#: was before, that is put off for so many operations.
+#: Serials that are left when they are shifted: while a load-back runs, whose parts are proved by
+#: what was before, that is put off for so many operations.
 LEFT = 64
 #: Backups that can be restored with their mapping; SGLang keeps one at a time.
 MAX_BACKUPS = 8

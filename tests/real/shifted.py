@@ -14,11 +14,12 @@ from typing import Any
 
 from hicache_guard.adapters.allocator import guard_of
 from hicache_guard.core import guard as guarding
+from hicache_guard.core import ledger
 from hicache_guard.repro import scheduling
 from real import tales
 from real.host_tier import Story
 
-_LEFT, _SERIAL, _REBASE = guarding.LEFT, guarding.SERIAL, guarding.PoolGuard._rebase
+_LEFT, _SERIAL, _REBASE = guarding.LEFT, ledger.SERIAL, guarding.PoolGuard._rebase
 #: Serials that are left in the mutation, as everywhere else.
 FEW = 4
 

@@ -1,0 +1,98 @@
+"""The translation as vectorised torch: what runs where there is no Triton, and its cross-check.
+
+Every tensor is as long as the plan, whatever the batch, so nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from hicache_guard.core.ledger import FREED
+from hicache_guard.kernels.books import DeviceBooks
+from hicache_guard.kernels.record import AT_DROPPED, AT_FIRST, AT_LATE, NOBODY, Cause
+
+if TYPE_CHECKING:
+    from hicache_guard.kernels.translate import Batch, Outputs
+
+
+def translate(batch: Batch, books: DeviceBooks, window: int, out: Outputs) -> None:
+    """Fill ``out``; see ``WindowTranslation.run``, which has checked the arguments."""
+    count, room = batch.rows.shape[0], out.slots.shape[0]
+    out.record.zero_()
+    out.record[AT_FIRST].fill_(NOBODY)
+    out.record[AT_LATE].fill_(NOBODY)
+    out.indptr[:1].zero_()
+    lengths, queries = batch.lengths.long(), batch.queries.long()
+    starts = (lengths - queries - (window - 1)).clamp(min=0)
+    asked = torch.where((queries > 0) & (lengths > 0), lengths - starts, 0)
+    ends = asked.cumsum(0)
+    out.record[AT_DROPPED] = (ends[-1] - room).clamp(min=0)
+    ends = ends.clamp(max=room)
+    begins = torch.cat([torch.zeros_like(ends[:1]), ends[:-1]])
+    out.starts[:count] = starts
+    out.indptr[1 : count + 1] = ends
+
+    entry = torch.arange(room, device=ends.device)
+    there = entry < ends[-1]
+    request = torch.searchsorted(ends, entry, right=True).clamp_(max=count - 1)
+    position = starts.index_select(0, request) + entry - begins.index_select(0, request)
+    full = _full_slots(batch, request, position)
+
+    known = (full >= 0) & (full < books.full_rows)
+    row = full.clamp(0, books.full_rows - 1)
+    slot = books.mapping.index_select(0, row)
+    inside = (slot > 0) & (slot < books.window_slots)
+    place = slot.clamp(0, books.window_slots - 1)
+    stamp = books.stamp.index_select(0, row)
+    full_born = books.full_born.index_select(0, row // books.page_size)
+    born = books.window_born.index_select(0, place // books.page_size)
+    owner = books.owner.index_select(0, place)
+
+    # From the last line of the rule to the first, so that the first that fails stays.
+    cause = torch.full_like(entry, len(Cause))
+    cause.masked_fill_(owner != row, Cause.FOREIGN)
+    cause.masked_fill_((full_born >= FREED) | (stamp < full_born), Cause.FULL_RECYCLED)
+    cause.masked_fill_(stamp < born, Cause.RECYCLED)
+    cause.masked_fill_(born >= FREED, Cause.FREED)
+    cause.masked_fill_(~inside, Cause.OUT_OF_RANGE)
+    cause.masked_fill_(slot == 0, Cause.UNMAPPED)
+    cause.masked_fill_(~known, Cause.OUT_OF_RANGE)
+
+    leads = there & (cause == len(Cause))
+    out.slots.copy_(torch.where(leads, slot, 0))
+    out.expected.copy_(torch.where(leads, born, 0))
+
+    bad = there & (cause < len(Cause))
+    out.record[: len(Cause)].index_add_(0, cause.clamp(max=len(Cause) - 1), bad.long())
+    # An entry's number grows with request and position: the first offender has the smallest.
+    key = torch.where(bad, request << 32 | position, NOBODY)
+    first = key.argmin().reshape(1)
+    found = known & inside
+    details = [
+        key,
+        full,
+        torch.where(known, slot, -1),
+        cause,
+        torch.where(known, stamp, -1),
+        torch.where(found, born, -1),
+        torch.where(known, full_born, -1),
+        torch.where(found, owner, -1),
+    ]
+    values = torch.cat([detail.index_select(0, first).long() for detail in details])
+    nothing = out.record[AT_FIRST:AT_LATE].clone()
+    some = bad.index_select(0, first)
+    out.record[AT_FIRST:AT_LATE] = torch.where(some, values, nothing)
+
+
+def _full_slots(batch: Batch, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """The full slots (int64) at positions of requests; -1 where the table has no such place."""
+    table = batch.req_to_token
+    if table.numel() == 0:
+        return torch.full_like(position, -1)
+    row = batch.rows.long().index_select(0, request)
+    there = (row >= 0) & (row < table.shape[0]) & (position < table.shape[1])
+    row = row.clamp(0, table.shape[0] - 1)
+    full = table[row, position.clamp(max=table.shape[1] - 1)].long()
+    return torch.where(there, full, -1)
