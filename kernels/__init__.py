@@ -1,7 +1,7 @@
 """What is compiled, installed as ``hicache_guard.kernels``.
 
-``_books`` and ``_steps``: the guard's bookkeeping on a CPU (see ``core/compiled.py``). Step 4's
-kernels come here.
+``_books`` and ``_steps``: the guard's bookkeeping on a CPU (see ``core/compiled.py``). The rest is
+window attention that refuses dead slots, from ``translate`` to ``window``: see docs/kernels.md.
 
 The name ``kernels`` alone belongs to a package on PyPI that transformers and SGLang look for. From
 the repository root Python finds this folder first under that name, so it steps aside: the package
