@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -78,10 +79,18 @@ def _longest(guard: PoolGuard, path: list[int], need: int, size: int) -> int:
     return max(points)
 
 
+@pytest.fixture
+def _unsaid() -> Iterator[None]:
+    """Thousands of faults, all on purpose; and the tests that come next hear of theirs."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("_unsaid")
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_by_definition(size: int) -> None:
     """Many paths at once, each as alone and as its definition says."""
-    logging.disable(logging.CRITICAL)
     clipped = 0
     for seed in range(400):
         guard, paths = _world(seed, size)

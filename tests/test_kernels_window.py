@@ -33,6 +33,7 @@ def test_triton_agrees_in_every_triple_of_values() -> None:
     assert _disagreeing("--slow")[1] == []
 
 
+@pytest.mark.slow
 def test_agreement_notices_each_change() -> None:
     rows = dict(rows_of("window_agreement.py", "--changes"))
     assert rows.pop("unchanged") is True
