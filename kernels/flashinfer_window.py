@@ -195,6 +195,17 @@ class _Window:
         self._table = table
         return table.indptr if indptr_host is None else indptr_host
 
+    def _terms(self) -> dict[str, Any]:
+        """What FlashInfer's plans of both kinds are told of the attention, by name."""
+        attention = self.attention
+        return {
+            "window_left": attention.window - 1,
+            "logits_soft_cap": attention.soft_cap,
+            "q_data_type": attention.dtype,
+            "kv_data_type": attention.cached,
+            "sm_scale": attention.softmax_scale,
+        }
+
     def _run(
         self,
         q: torch.Tensor,
@@ -323,11 +334,7 @@ class FlashInferDecode(_Window):
             self.attention.kv_heads,
             self.attention.head_dim_qk,
             1,
-            window_left=self.attention.window - 1,
-            logits_soft_cap=self.attention.soft_cap,
-            q_data_type=self.attention.dtype,
-            kv_data_type=self.attention.cached,
-            sm_scale=self.attention.softmax_scale,
+            **self._terms(),
         )
 
     def run(
@@ -430,11 +437,7 @@ class FlashInferPrefill(_Window):
             1,
             head_dim_vo=self.attention.head_dim_vo,
             causal=True,
-            window_left=self.attention.window - 1,
-            logits_soft_cap=self.attention.soft_cap,
-            q_data_type=self.attention.dtype,
-            kv_data_type=self.attention.cached,
-            sm_scale=self.attention.softmax_scale,
+            **self._terms(),
         )
 
     def run(

@@ -1,6 +1,6 @@
 """What proving each window slot costs on a GPU: translation, and attention that checks as it reads.
 
-    translate   ours, against a gather that checks nothing (``_gather``, the same reads and writes
+    translate   ours, against a gather that checks nothing (``plain``, the same reads and writes
                 otherwise), and against SGLang's own (its gather kernel, then an index by the
                 mapping), where a release can be imported
     decode      FlashInfer with our variant against FlashInfer's own kernel on the same indices

@@ -174,22 +174,20 @@ class HostTier:
             return
         operation, size = entry[3], self.page_size
         slots = entry[2][: int(operation.completed_tokens) // size * size]
-        if fetch.prints is None:
-            self._host_contents().exchange(slots, fetch.ticket, VOUCHED)
-        else:
-            found = fitted(fetch.prints, len(slots) // size)
-            self._host_contents().exchange(slots, fetch.ticket, torch.from_numpy(found))
+        found: torch.Tensor | int = VOUCHED
+        if fetch.prints is not None:
+            found = torch.from_numpy(fitted(fetch.prints, len(slots) // size))
+        self._host_contents().exchange(slots, fetch.ticket, found)
         places = {key: page for page, key in enumerate(operation.hash_value or ())}
         for part in _staged(entry):
             pages = [places.get(key, -1) for key in part.keys or ()]
             slots = part.host_indices[: len(pages) * size]
-            if fetch.prints is None:
-                self._host_contents(part).exchange(slots, fetch.ticket, VOUCHED)
-                continue
-            # A place that is not among them is the UNKNOWN at the end.
-            chosen = fitted(fetch.prints, len(fetch.prints) + 1)[np.asarray(pages, dtype=np.int64)]
-            found = chosen[: -(-slots.shape[0] // size)]
-            self._host_contents(part).exchange(slots, fetch.ticket, torch.from_numpy(found))
+            if fetch.prints is not None:
+                # A place that is not among them is the UNKNOWN at the end.
+                chosen = fitted(fetch.prints, len(fetch.prints) + 1)
+                chosen = chosen[np.asarray(pages, dtype=np.int64)]
+                found = torch.from_numpy(chosen[: -(-slots.shape[0] // size)])
+            self._host_contents(part).exchange(slots, fetch.ticket, found)
 
     def next_ticket(self) -> int:
         """A ticket that nobody has yet."""
