@@ -111,9 +111,8 @@ class WindowAttention:
             )  # fmt: skip
             return found
         found, _ = window_reference.attend(
-            q, k_buffer, v_buffer, table, lengths, q_indptr, books.window_born,
-            page_size=books.page_size, window=attention.window, scale=attention.softmax_scale,
-            soft_cap=attention.soft_cap, sinks=sinks,
+            q, k_buffer, v_buffer, table, lengths, q_indptr, books, window=attention.window,
+            scale=attention.softmax_scale, soft_cap=attention.soft_cap, sinks=sinks,
         )  # fmt: skip
         return found.to(q.dtype)
 

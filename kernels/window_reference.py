@@ -6,6 +6,7 @@ import math
 
 import torch
 
+from hicache_guard.kernels.books import DeviceBooks
 from hicache_guard.kernels.translate import WindowTable
 
 
@@ -16,9 +17,8 @@ def attend(
     table: WindowTable,
     lengths: torch.Tensor,
     q_indptr: torch.Tensor,
-    window_born: torch.Tensor,
+    books: DeviceBooks,
     *,
-    page_size: int,
     window: int,
     scale: float,
     soft_cap: float = 0.0,
@@ -41,7 +41,7 @@ def attend(
             position = int(lengths[request]) - (last - query)
             at = int(table.starts[request]) + torch.arange(end - begin, device=q.device)
             slots = table.slots[begin:end].long()
-            keep = window_born[slots // page_size] == table.expected[begin:end]
+            keep = books.window_born[slots // books.page_size] == table.expected[begin:end]
             keep &= (at <= position) & (at > position - window)
             keys, values = k_buffer[slots[keep]].double(), v_buffer[slots[keep]].double()
             for head in range(heads):

@@ -254,8 +254,7 @@ def asked(case: Case, *, whole_pages: bool = False) -> Asked:
 def reference(these: Asked, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """What float64 says, of the values ``v``."""
     return window_reference.attend(
-        these.q, these.k, v, these.table, these.lengths, these.q_indptr, these.books.window_born,
-        page_size=these.books.page_size, **these.terms,
+        these.q, these.k, v, these.table, these.lengths, these.q_indptr, these.books, **these.terms
     )  # fmt: skip
 
 
