@@ -92,8 +92,7 @@ class WindowTranslation:
         """Allocate the outputs, once.
 
         ``max_entries`` is the most entries of a batch: for each request ``window`` - 1 and its
-        queries. ``window`` counts the query itself. ``how`` is chosen where it is None: Triton on a
-        GPU where it is installed, else torch. Raises ``ValueError`` for sizes below 1 or over
+        queries. ``window`` counts the query itself. ``how`` as in ``chosen``. Raises ``ValueError`` for sizes below 1 or over
         2**31 - 1, ``TypeError`` for an ``index_dtype`` other than int32 and int64, and
         ``ImportError`` where "triton" is asked for and not installed.
         """
@@ -101,9 +100,7 @@ class WindowTranslation:
             raise ValueError("requests, entries and the window are counted in int32, from 1")
         if index_dtype not in (torch.int32, torch.int64):
             raise TypeError(f"window slots are int32 or int64, not {index_dtype}")
-        if how is None:
-            usable = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-            how = "triton" if usable else "torch"
+        how = chosen(how, device)
         outputs = Outputs(
             indptr=torch.zeros(max_requests + 1, dtype=torch.int32, device=device),
             starts=torch.zeros(max_requests, dtype=torch.int32, device=device),
@@ -164,6 +161,19 @@ class WindowTranslation:
             raise ValueError("all tensors are on the device that was planned for")
 
 
+def chosen(how: str | None, device: torch.device) -> str:
+    """``how``; where it is None, Triton on a GPU where it is installed, else torch.
+
+    Raises ``ValueError`` for another way than these two.
+    """
+    if how is None:
+        usable = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+        return "triton" if usable else "torch"
+    if how not in ("triton", "torch"):
+        raise ValueError(f"a translation runs with torch or triton, not {how}")
+    return how
+
+
 def _clear(out: Outputs) -> None:
     """Say that there is nothing: a kernel cannot be launched for no request."""
     out.indptr[:1].zero_()
@@ -175,9 +185,7 @@ def _clear(out: Outputs) -> None:
 def _implementation(how: str) -> Implementation:
     if how == "torch":
         return translate_with_torch
-    if how == "triton":
-        # Only where it is used: importing Triton takes a second, and a CPU install has none.
-        from hicache_guard.kernels.translate_triton import translate as translate_with_triton
+    # Only where it is used: importing Triton takes a second, and a CPU install has none.
+    from hicache_guard.kernels.translate_triton import translate as translate_with_triton
 
-        return translate_with_triton
-    raise ValueError(f"a translation runs with torch or triton, not {how}")
+    return translate_with_triton

@@ -5,6 +5,7 @@ Every tensor is as long as the plan, whatever the batch, so nothing here waits f
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,35 @@ def translate(batch: Batch, books: DeviceBooks, window: int, out: Outputs) -> No
     position = starts.index_select(0, request) + entry - begins.index_select(0, request)
     full = _full_slots(batch, request, position)
 
+    looked = look_up(full, books)
+    leads = there & looked.leads
+    out.slots.copy_(torch.where(leads, looked.slot, 0))
+    out.expected.copy_(torch.where(leads, looked.born, 0))
+    add_up(out.record, looked, there & ~looked.leads, request << 32 | position)
+
+
+@dataclass(frozen=True, eq=False)
+class Looked:
+    """What the books say of full slots (int64 [n] each); see ``record.Offender``, by whose names."""
+
+    full: torch.Tensor
+    slot: torch.Tensor
+    stamp: torch.Tensor
+    born: torch.Tensor
+    full_born: torch.Tensor
+    owner: torch.Tensor
+    known: torch.Tensor
+    inside: torch.Tensor
+    cause: torch.Tensor
+
+    @property
+    def leads(self) -> torch.Tensor:
+        """Mask (bool) of those that lead to their window slot."""
+        return self.cause == len(Cause)
+
+
+def look_up(full: torch.Tensor, books: DeviceBooks) -> Looked:
+    """The rule of ``books``, for full slots (int64 [n])."""
     known = (full >= 0) & (full < books.full_rows)
     row = full.clamp(0, books.full_rows - 1)
     slot = books.mapping.index_select(0, row)
@@ -51,7 +81,7 @@ def translate(batch: Batch, books: DeviceBooks, window: int, out: Outputs) -> No
     owner = books.owner.index_select(0, place)
 
     # From the last line of the rule to the first, so that the first that fails stays.
-    cause = torch.full_like(entry, len(Cause))
+    cause = torch.full_like(full, len(Cause))
     cause.masked_fill_(owner != row, Cause.FOREIGN)
     cause.masked_fill_((full_born >= FREED) | (stamp < full_born), Cause.FULL_RECYCLED)
     cause.masked_fill_(stamp < born, Cause.RECYCLED)
@@ -59,31 +89,32 @@ def translate(batch: Batch, books: DeviceBooks, window: int, out: Outputs) -> No
     cause.masked_fill_(~inside, Cause.OUT_OF_RANGE)
     cause.masked_fill_(slot == 0, Cause.UNMAPPED)
     cause.masked_fill_(~known, Cause.OUT_OF_RANGE)
+    return Looked(full, slot, stamp, born, full_born, owner, known, inside, cause)
 
-    leads = there & (cause == len(Cause))
-    out.slots.copy_(torch.where(leads, slot, 0))
-    out.expected.copy_(torch.where(leads, born, 0))
 
-    bad = there & (cause < len(Cause))
-    out.record[: len(Cause)].index_add_(0, cause.clamp(max=len(Cause) - 1), bad.long())
-    # An entry's number grows with request and position: the first offender has the smallest.
-    key = torch.where(bad, request << 32 | position, NOBODY)
+def add_up(out: torch.Tensor, looked: Looked, bad: torch.Tensor, keys: torch.Tensor) -> None:
+    """Add what is ``bad`` (bool [n]) to a cleared record; ``keys`` (int64 [n]) grow with the batch.
+
+    A key is ``request << 32 | position``, so the first offender has the smallest.
+    """
+    out[: len(Cause)].index_add_(0, looked.cause.clamp(max=len(Cause) - 1), bad.long())
+    key = torch.where(bad, keys, NOBODY)
     first = key.argmin().reshape(1)
-    found = known & inside
+    found = looked.known & looked.inside
     details = [
         key,
-        full,
-        torch.where(known, slot, -1),
-        cause,
-        torch.where(known, stamp, -1),
-        torch.where(found, born, -1),
-        torch.where(known, full_born, -1),
-        torch.where(found, owner, -1),
+        looked.full,
+        torch.where(looked.known, looked.slot, -1),
+        looked.cause,
+        torch.where(looked.known, looked.stamp, -1),
+        torch.where(found, looked.born, -1),
+        torch.where(looked.known, looked.full_born, -1),
+        torch.where(found, looked.owner, -1),
     ]
     values = torch.cat([detail.index_select(0, first).long() for detail in details])
-    nothing = out.record[AT_FIRST:AT_LATE].clone()
+    nothing = out[AT_FIRST:AT_LATE].clone()
     some = bad.index_select(0, first)
-    out.record[AT_FIRST:AT_LATE] = torch.where(some, values, nothing)
+    out[AT_FIRST:AT_LATE] = torch.where(some, values, nothing)
 
 
 def _full_slots(batch: Batch, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:

@@ -61,7 +61,7 @@ def _asked(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _judge(
+def judge(
     table: tl.tensor,
     row: tl.tensor,
     position: tl.tensor,
@@ -101,6 +101,36 @@ def _judge(
     cause = tl.where(inside, cause, OUT_OF_RANGE)
     cause = tl.where(slot == 0, UNMAPPED, cause)
     return cause, full, slot, stamp, born, full_born, owner
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def add_up(
+    scratch: tl.tensor, bad: tl.tensor, cause: tl.tensor, request: tl.tensor, position: tl.tensor
+) -> None:
+    """Add the ``bad`` entries of a block, all of one request, to what gathers in ``scratch``."""
+    for each in tl.static_range(CAUSES):
+        found = tl.sum((bad & (cause == each)).to(tl.int64))
+        tl.atomic_add(scratch + each, found, sem="relaxed")
+    key = (request.to(tl.int64) << 32) | position
+    tl.atomic_min(scratch + FIRST, tl.min(tl.where(bad, key, NOBODY)), sem="relaxed")
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def move(record: tl.tensor, scratch: tl.tensor) -> tl.tensor:
+    """Move what gathered to the record, all but the first offender's facts; returns its key.
+
+    For the program that finishes last; it leaves ``scratch`` as the next run needs it.
+    """
+    lane = tl.arange(0, 8)
+    gathered = tl.atomic_xchg(
+        scratch + lane, tl.zeros([8], tl.int64), mask=lane <= DROPPED, sem="acquire"
+    )
+    tl.store(record + lane, gathered, mask=lane <= DROPPED)
+    key = tl.atomic_xchg(scratch + FIRST, tl.full([], NOBODY, tl.int64), sem="acquire")
+    tl.store(scratch + TICKET, 0)
+    tl.store(record + FIRST, key)
+    tl.store(record + LATE, tl.full([], NOBODY, tl.int64))
+    return key
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -157,7 +187,7 @@ def translate_kernel(
         entry = at + tl.arange(0, BLOCK)
         there = entry < fits
         position = start + entry
-        cause, _, slot, _, born, _, _ = _judge(
+        cause, _, slot, _, born, _, _ = judge(
             table, row, position, there, table_rows, table_places, stride,
             mapping, stamps, owners, full_borns, window_borns, full_rows, window_slots, PAGE,
         )  # fmt: skip
@@ -168,29 +198,16 @@ def translate_kernel(
         bad = there & (cause < CAUSES)
         # Where all is well, as nearly always, nothing is added to memory that programs share.
         if tl.sum(bad.to(tl.int32)) > 0:
-            for each in tl.static_range(CAUSES):
-                found = tl.sum((bad & (cause == each)).to(tl.int64))
-                tl.atomic_add(scratch + each, found, sem="relaxed")
-            key = (r.to(tl.int64) << 32) | position
-            key = tl.min(tl.where(bad, key, NOBODY))
-            tl.atomic_min(scratch + FIRST, key, sem="relaxed")
+            add_up(scratch, bad, cause, r, position)
 
     # Release: what this program added is there before its ticket. Acquire: whoever draws the last
     # ticket sees what every other added. The details of the first offender are not left by the
     # program that met it, since a smaller key may come later: they are looked up again, by the key.
     ticket = tl.atomic_add(scratch + TICKET, 1, sem="acq_rel")
     if ticket == tl.num_programs(0).to(tl.int64) * parts - 1:
-        lane = tl.arange(0, 8)
-        gathered = tl.atomic_xchg(
-            scratch + lane, tl.zeros([8], tl.int64), mask=lane <= DROPPED, sem="acquire"
-        )
-        tl.store(record + lane, gathered, mask=lane <= DROPPED)
-        key = tl.atomic_xchg(scratch + FIRST, tl.full([], NOBODY, tl.int64), sem="acquire")
-        tl.store(scratch + TICKET, 0)
-        tl.store(record + FIRST, key)
-        tl.store(record + LATE, tl.full([], NOBODY, tl.int64))
+        key = move(record, scratch)
         if key < NOBODY:
-            cause, full, slot, stamp, born, full_born, owner = _judge(
+            cause, full, slot, stamp, born, full_born, owner = judge(
                 table, tl.load(rows + (key >> 32)).to(tl.int64), key & 0xFFFFFFFF, key < NOBODY,
                 table_rows, table_places, stride,
                 mapping, stamps, owners, full_borns, window_borns, full_rows, window_slots, PAGE,

@@ -55,7 +55,7 @@ CALLS = 8
 #: Seconds after which a cell has seen enough, once it has ``FEWEST`` rounds.
 SECONDS, FEWEST = 4.0, 6
 #: How often a suspicious case is measured again.
-AGAIN = 2
+AGAIN = 4
 #: Rounds at the start that are not counted.
 _WARMING = 2
 #: Paths that are split in every round, and how far from their end at first: a tree keeps the last
