@@ -67,6 +67,17 @@ class DeviceBooks:
             page_size=guard.page_size,
         )
 
+    def are_of(self, guard: PoolGuard) -> bool:
+        """Whether these are still the tensors that ``guard`` keeps its books in."""
+        book = guard.map
+        return (
+            self.mapping is book.mapping
+            and self.stamp is book.stamp
+            and self.owner is book.owner
+            and self.full_born is guard.full.born
+            and self.window_born is guard.window.born
+        )
+
     def __post_init__(self) -> None:
         narrow = (self.stamp, self.owner, self.full_born, self.window_born)
         if self.mapping.dtype is not torch.int64 or any(

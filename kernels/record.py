@@ -105,7 +105,10 @@ class ViolationRecord:
         key, full, window, cause, *found = numbers[AT_FIRST:AT_LATE]
         first = None
         if key != NOBODY:
-            first = Offender(key >> 32, key & _POSITION, full, window, Cause(cause), *found)
+            # One that leads to its slot again by the time that its facts are looked up: the books
+            # are somebody else's, and may change.
+            why = Cause(cause) if cause < len(Cause) else Cause.RECYCLED
+            first = Offender(key >> 32, key & _POSITION, full, window, why, *found)
         late = numbers[AT_LATE]
         return cls(
             counts={cause: numbers[cause] for cause in Cause},

@@ -84,9 +84,7 @@ class StreamTranslation:
         """
         self._check(stream, books, out)
         count = stream.starts.shape[0]
-        report = torch.empty(
-            record.LENGTH + count, dtype=torch.int64, device=self._scratch.device
-        )
+        report = torch.empty(record.LENGTH + count, dtype=torch.int64, device=self._scratch.device)
         self._translate(stream, books, out, report, self._scratch)
         return report
 

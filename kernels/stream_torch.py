@@ -32,7 +32,7 @@ def translate(
         return
     begins, ends = stream.indptr[:-1].long(), stream.indptr[1:].long()
     entry = torch.arange(stream.slots.shape[0], device=ends.device)
-    there = entry < ends[-1]
+    there = (entry >= begins[0]) & (entry < ends[-1])
     request = torch.searchsorted(ends, entry, right=True).clamp_(max=ends.shape[0] - 1)
     start = (stream.starts.long() - begins).index_select(0, request)
 

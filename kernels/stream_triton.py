@@ -83,15 +83,16 @@ def stream_kernel(
         # Where all is well, as nearly always, nothing is added to memory that programs share.
         wrong = tl.sum(bad.to(tl.int64))
         if wrong > 0:
-            add_up(scratch, bad, cause, r, start + entry - begin)
+            # First, and in 64 bits: else ptxas needs a stack for what follows on sm_80.
             tl.atomic_add(scratch + LENGTH + r, wrong, sem="relaxed")
+            add_up(scratch, bad, cause, r, start + entry - begin)
 
     # As in ``translate_kernel``: release before the ticket, acquire after the last.
     requests = tl.num_programs(0)
     ticket = tl.atomic_add(scratch + TICKET, 1, sem="acq_rel")
     if ticket == requests.to(tl.int64) * parts - 1:
-        for at in range(0, requests, BLOCK_REQUESTS):
-            request = at + tl.arange(0, BLOCK_REQUESTS)
+        for before in range(0, requests, BLOCK_REQUESTS):
+            request = before + tl.arange(0, BLOCK_REQUESTS)
             theirs = request < requests
             wrongs = tl.atomic_xchg(
                 scratch + LENGTH + request,

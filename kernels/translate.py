@@ -92,9 +92,9 @@ class WindowTranslation:
         """Allocate the outputs, once.
 
         ``max_entries`` is the most entries of a batch: for each request ``window`` - 1 and its
-        queries. ``window`` counts the query itself. ``how`` as in ``chosen``. Raises ``ValueError`` for sizes below 1 or over
-        2**31 - 1, ``TypeError`` for an ``index_dtype`` other than int32 and int64, and
-        ``ImportError`` where "triton" is asked for and not installed.
+        queries. ``window`` counts the query itself. ``how`` as in ``chosen``. Raises ``ValueError``
+        for sizes below 1 or over 2**31 - 1, ``TypeError`` for an ``index_dtype`` other than int32
+        and int64, and ``ImportError`` where "triton" is asked for and not installed.
         """
         if not all(1 <= size < 2**31 for size in (max_requests, max_entries, window)):
             raise ValueError("requests, entries and the window are counted in int32, from 1")

@@ -50,7 +50,7 @@ def translate(batch: Batch, books: DeviceBooks, window: int, out: Outputs) -> No
 
 @dataclass(frozen=True, eq=False)
 class Looked:
-    """What the books say of full slots (int64 [n] each); see ``record.Offender``, by whose names."""
+    """What the books say of full slots (int64 [n] each), by the names of ``record.Offender``."""
 
     full: torch.Tensor
     slot: torch.Tensor

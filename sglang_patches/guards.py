@@ -1,9 +1,9 @@
 """The hooks of the adapters as visible edits of a checkout, so that no plugin need be loaded.
 
-Each class that the table of releases names as a seam is decorated; the decorator puts the hooks of
-that table in place. There is one patch for each row of the table. It fits where every method that
-it hooks is as in a release of its row, and it writes down which row that is, since a git checkout
-does not know its version when it runs.
+Each class, or function, that the table of releases names as a seam is decorated; the decorator puts
+the hooks of that table in place. There is one patch for each row of the table. It fits where every
+method that it hooks is as in a release of its row, and it writes down which row that is, since a
+git checkout does not know its version when it runs.
 """
 
 from __future__ import annotations
@@ -34,16 +34,18 @@ def _guard(row: Sequence[Release]) -> Patch:
             "classes are as without this patch), observe, enforce or strict."
         ),
         targets=tuple(
-            Target(f"class {name}", (_IMPORT, decorate))
-            for name in dict.fromkeys(seam.cls for seam in first.seams)
+            Target(symbol, (_IMPORT, decorate))
+            for symbol in dict.fromkeys(
+                f"class {name}" if seam.cls else name for seam in first.seams for name in seam.names
+            )
         ),
         affects=versions,
         clear=tuple(version for version in table.releases() if version not in versions),
         needs=tuple(
-            f"{seam.cls}.{method}"
+            seam.symbol(method)
             for seam in first.seams
             for method in seam.methods
-            if method not in STAND_INS and f"{seam.cls}.{method}" not in MADE
+            if method not in STAND_INS and seam.symbol(method) not in MADE
         ),
         family="guards",
     )

@@ -21,8 +21,9 @@ from hicache_guard.patches.fingerprint import fingerprint, symbols
 from hicache_guard.patches.layout import Layout
 
 _MEM = "sglang.srt.mem_cache"
+_ATTENTION = "sglang.srt.layers.attention"
 
-#: Class to the modules that it has lived in, newest first.
+#: Class, or function, to the modules that it has lived in, newest first.
 HOMES: dict[str, tuple[str, ...]] = {
     "SWATokenToKVPoolAllocator": (f"{_MEM}.allocator.swa", f"{_MEM}.swa_memory_pool"),
     "PureSWATokenToKVPoolAllocator": (f"{_MEM}.allocator.swa",),
@@ -45,6 +46,12 @@ HOMES: dict[str, tuple[str, ...]] = {
     "PureSWARadixCache": (f"{_MEM}.pure_swa_radix_cache",),
     "CacheInitParams": (f"{_MEM}.cache_init_params",),
     "StreamingSession": ("sglang.srt.session.streaming_session",),
+    "FlashInferIndicesUpdaterDecode": (f"{_ATTENTION}.flashinfer_backend",),
+    "FlashInferIndicesUpdaterPrefill": (f"{_ATTENTION}.flashinfer_backend",),
+    "update_sliding_window_buffer": (f"{_ATTENTION}.triton_backend",),
+    "update_sliding_window_buffer_cuda_graph": (f"{_ATTENTION}.triton_backend",),
+    "KVIndexTranslator": (f"{_MEM}.kv_index_translator",),
+    "Scheduler": ("sglang.srt.managers.scheduler",),
 }
 
 MODULES = tuple(dict.fromkeys(module for homes in HOMES.values() for module in homes))
@@ -93,7 +100,8 @@ def measure(modules: Mapping[str, Iterable[tuple[str, ast.AST]]]) -> dict[str, s
             (name, node)
             for name, node in pairs
             # Of a whole class nothing is kept: its header and its methods say more.
-            if name not in HOMES and module in HOMES.get(_class_of(name), ())
+            if not isinstance(node, ast.ClassDef) or name.startswith("class ")
+            if module in HOMES.get(_class_of(name), ())
         ]
         count = Counter(name for name, _ in ours)
         # A property and its setter share a name: nothing can be said about it.

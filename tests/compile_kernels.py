@@ -23,8 +23,13 @@ import triton  # type: ignore[import-untyped]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.compiler import ASTSource  # type: ignore[import-untyped]
 
-from hicache_guard.kernels import translate_triton, window_triton
+from hicache_guard.kernels import stream_triton, translate_triton, window_triton
 
+#: The books, as ``DeviceBooks`` has them.
+BOOKS = {
+    "mapping": "*i64",
+    **dict.fromkeys(("stamps", "owners", "full_borns", "window_borns"), "*i32"),
+}
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -48,8 +53,7 @@ def _translation(slots: str, table: str, columns: str, page: int, *ones: str) ->
     kernel = translate_triton.translate_kernel
     types = {
         "table": f"*{table}", "rows": f"*{columns}", "lengths": f"*{columns}",
-        "queries": f"*{columns}", "mapping": "*i64", "stamps": "*i32", "owners": "*i32",
-        "full_borns": "*i32", "window_borns": "*i32", "indptr": "*i32", "starts": "*i32",
+        "queries": f"*{columns}", **BOOKS, "indptr": "*i32", "starts": "*i32",
         "slots": f"*{slots}", "expected": "*i32", "record": "*i64", "scratch": "*i64",
     }  # fmt: skip
     constants = {
@@ -61,6 +65,23 @@ def _translation(slots: str, table: str, columns: str, page: int, *ones: str) ->
     name = f"translate slots={slots} table={table} columns={columns} page={page}"
     name += "".join(f" {one}=1" for one in ones)
     return Build(name, kernel, types, constants, warps=4)
+
+
+def _stream(slots: str, starts: str, out: str, page: int, *ones: str) -> Build:
+    """As ``_translation``, of a stream that was gathered."""
+    types = {
+        "stream": f"*{slots}", "indptr": "*i32", "starts": f"*{starts}", **BOOKS,
+        "out": f"*{out}", "report": "*i64", "scratch": "*i64",
+    }  # fmt: skip
+    constants = {
+        "PAGE": page,
+        "BLOCK": translate_triton.BLOCK,
+        "BLOCK_REQUESTS": stream_triton.BLOCK_REQUESTS,
+        **dict.fromkeys(ones, 1),
+    }
+    name = f"stream slots={slots} starts={starts} out={out} page={page}"
+    name += "".join(f" {one}=1" for one in ones)
+    return Build(name, stream_triton.stream_kernel, types, constants, warps=4)
 
 
 def _attention(
@@ -92,7 +113,11 @@ def builds(everything: bool) -> Iterator[Build]:
     """What is used most, or all that is told apart."""
     sizes = ("table_rows", "table_places", "stride", "full_rows", "window_slots", "room", "window")
     yield _translation("i32", "i32", "i64", 1, *sizes)
+    # A stream's own sizes are never compiled in; those of the books are.
+    yield _stream("i64", "i64", "i64", 1, "full_rows", "window_slots")
     if not everything:
+        yield _stream("i64", "i64", "i64", 1)
+        yield _stream("i32", "i32", "i32", 64)
         yield _translation("i32", "i32", "i64", 1)
         yield _translation("i64", "i32", "i64", 64)
         for dims in ((64, 64), (192, 128)):
@@ -108,6 +133,9 @@ def builds(everything: bool) -> Iterator[Build]:
         yield _attention(torch.bfloat16, (128, 128), 16, queries, extras=False)
     for slots, table, page in itertools.product(("i32", "i64"), ("i32", "i64"), (1, 3, 64)):
         yield _translation(slots, table, table, page)
+    widths = ("i32", "i64")
+    for slots, starts, out, page in itertools.product(widths, widths, widths, (1, 3, 64)):
+        yield _stream(slots, starts, out, page)
 
 
 def compiled(build: Build, capability: int) -> dict[str, Any]:

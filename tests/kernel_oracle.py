@@ -6,8 +6,9 @@ each way there is.
 
 from __future__ import annotations
 
+import itertools
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hicache_guard.core.ledger import FREED
 from hicache_guard.kernels.record import Cause, Offender, ViolationRecord
@@ -62,6 +63,39 @@ class Answer:
     record: ViolationRecord
 
 
+@dataclass
+class Gathered:
+    """What a stream's translation is asked: full slots that somebody else gathered."""
+
+    slots: list[int]
+    indptr: list[int]
+    starts: list[int]
+    counted: int
+
+
+@dataclass
+class StreamAnswer:
+    """What it must say: of each slot, None where ``out`` is left as it is; of each request."""
+
+    out: list[int | None]
+    nowhere: list[int]
+    record: ViolationRecord
+
+
+@dataclass
+class Found:
+    """What leads nowhere, in batch order."""
+
+    counts: dict[Cause, int] = field(default_factory=lambda: dict.fromkeys(Cause, 0))
+    first: Offender | None = None
+
+    def add(self, offender: Offender, request: int, position: int) -> None:
+        """One more of them."""
+        self.counts[offender.cause] += 1
+        if self.first is None:
+            self.first = replace(offender, request=request, position=position)
+
+
 def judge(world: World, full: int) -> tuple[Offender | None, int, int]:
     """One full slot: the offender (its request and position are 0) or None; slot, generation."""
     slot = stamp = born = full_born = owner = -1
@@ -95,9 +129,7 @@ def translate(world: World, query: Query, window: int, room: int) -> Answer:
     """The windows of a batch, entry by entry."""
     indptr, starts = [0], list[int]()
     slots, expected = list[int](), list[int]()
-    counts = dict.fromkeys(Cause, 0)
-    first: Offender | None = None
-    dropped = 0
+    found, dropped = Found(), 0
     for request, row in enumerate(query.rows):
         length, asked = query.lengths[request], query.queries[request]
         start = max(0, max(0, length - asked) - (window - 1))
@@ -112,13 +144,26 @@ def translate(world: World, query: Query, window: int, room: int) -> Answer:
             offender, slot, born = judge(world, full)
             slots.append(slot)
             expected.append(born)
-            if offender is None:
-                continue
-            counts[offender.cause] += 1
-            if first is None:
-                first = Offender(request, position, *list(vars(offender).values())[2:])
+            if offender is not None:
+                found.add(offender, request, position)
         indptr.append(len(slots))
-    return Answer(indptr, starts, slots, expected, ViolationRecord(counts, first, dropped, None))
+    record = ViolationRecord(found.counts, found.first, dropped, None)
+    return Answer(indptr, starts, slots, expected, record)
+
+
+def translate_stream(world: World, gathered: Gathered) -> StreamAnswer:
+    """A stream that was gathered for a batch, entry by entry."""
+    out: list[int | None] = [None] * len(gathered.slots)
+    nowhere = [0] * len(gathered.starts)
+    found = Found()
+    for request, start in enumerate(gathered.starts):
+        begin, end = gathered.indptr[request], gathered.indptr[request + 1]
+        for entry in range(begin, min(end, len(out))):
+            offender, out[entry], _ = judge(world, gathered.slots[entry])
+            if offender is not None and request < gathered.counted:
+                found.add(offender, request, start + entry - begin)
+                nowhere[request] += 1
+    return StreamAnswer(out, nowhere, ViolationRecord(found.counts, found.first, 0, None))
 
 
 def world_of(dice: random.Random, page_size: int, pages: int, wrongs: tuple[str, ...]) -> World:
@@ -184,17 +229,42 @@ def _spoil(dice: random.Random, world: World, full: int, wrong: str) -> None:
         world.owner[slot] = full + 1
 
 
-def query_of(
-    dice: random.Random, world: World, lengths: list[int], queries: list[int], wrong_rate: float
-) -> Query:
-    """A batch over ``world``; requests sit in the table in another order, one of them nowhere."""
-    places = max([*lengths, 1])
+def slots_of(dice: random.Random, world: World, count: int, wrong_rate: float) -> list[int]:
+    """Full slots of ``world``, some of which are wrong."""
 
     def slot() -> int:
         if world.wrong and dice.random() < wrong_rate:
             return dice.choice(world.wrong)
         return dice.choice(world.good or [0])
 
-    table = [[slot() for _ in range(places)] for _ in range(len(lengths) + 2)]
+    return [slot() for _ in range(count)]
+
+
+def query_of(
+    dice: random.Random, world: World, lengths: list[int], queries: list[int], wrong_rate: float
+) -> Query:
+    """A batch over ``world``; requests sit in the table in another order, one of them nowhere."""
+    places = max([*lengths, 1])
+    table = [slots_of(dice, world, places, wrong_rate) for _ in range(len(lengths) + 2)]
     rows = [dice.randrange(len(table)) for _ in lengths]
     return Query(table, rows, lengths, queries)
+
+
+def gathered_of(
+    dice: random.Random,
+    world: World,
+    counts: list[int],
+    counted: int,
+    wrong_rate: float,
+    outside: tuple[int, int] = (0, 0),
+) -> Gathered:
+    """A stream over ``world`` of ``counts`` entries a request.
+
+    ``outside``: how many slots lie before the first request's and beyond the last's. Where that is
+    negative, the last request is said to have so many entries more than there are slots.
+    """
+    before, beyond = outside
+    indptr = list(itertools.accumulate(counts, initial=before))
+    slots = slots_of(dice, world, max(0, indptr[-1] + beyond), wrong_rate)
+    starts = [dice.choice((0, 1, 130, 2**31 - 5000)) for _ in counts]
+    return Gathered(slots, indptr, starts, counted)

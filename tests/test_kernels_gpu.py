@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 import kernel_oracle as oracle
 import pytest
+import stream_agreement
 import torch
 import translate_agreement
 import window_agreement
 
 from hicache_guard.core.syncs import SyncCounter
-from hicache_guard.kernels.record import Cause, ViolationRecord
+from hicache_guard.kernels.record import LENGTH, Cause, ViolationRecord
+from hicache_guard.kernels.stream import Stream, StreamTranslation
+from hicache_guard.kernels.stream_torch import translate as stream_with_torch
 from hicache_guard.kernels.translate import WindowTable, WindowTranslation
 from hicache_guard.kernels.translate_torch import translate as with_torch
 
@@ -34,7 +37,7 @@ def test_translation_agrees_with_the_oracle(
 ) -> None:
     from hicache_guard.kernels import translate_triton
 
-    kernel = translate_agreement.with_blocks(translate_triton, case)
+    kernel = translate_agreement.with_blocks(translate_triton, case.blocks)
     assert translate_agreement.disagreement(case, kernel, cuda) is None
     assert translate_agreement.disagreement(case, with_torch, cuda) is None
 
@@ -46,8 +49,28 @@ def test_many_programs_race_for_the_record(cuda: torch.device) -> None:
     case = translate_agreement.Case(
         "race", 1, 4096, (4100,) * 64, (4,) * 64, rate=0.3, blocks=(64, 16, 4096)
     )
-    kernel = translate_agreement.with_blocks(translate_triton, case)
+    kernel = translate_agreement.with_blocks(translate_triton, case.blocks)
     assert translate_agreement.disagreement(case, kernel, cuda) is None
+
+
+@pytest.mark.parametrize("case", stream_agreement.CASES, ids=lambda case: case.name)
+def test_streams_agree_with_the_oracle(case: stream_agreement.Case, cuda: torch.device) -> None:
+    from hicache_guard.kernels import stream_triton
+
+    kernel = translate_agreement.with_blocks(stream_triton, case.blocks)
+    assert stream_agreement.disagreement(case, kernel, cuda) is None
+    assert stream_agreement.disagreement(case, stream_with_torch, cuda) is None
+
+
+def test_many_programs_race_for_the_report(cuda: torch.device) -> None:
+    """As for the record; the counts of requests are raced for as well."""
+    from hicache_guard.kernels import stream_triton
+
+    case = stream_agreement.Case(
+        "race", 1, (4096,) * 64, counted=60, rate=0.3, blocks=(64, 16, 4096)
+    )
+    kernel = translate_agreement.with_blocks(stream_triton, case.blocks)
+    assert stream_agreement.disagreement(case, kernel, cuda) is None
 
 
 @pytest.mark.parametrize("case", window_agreement.CASES, ids=str)
@@ -75,6 +98,18 @@ def _captured(step: Callable[[], object]) -> torch.cuda.CUDAGraph:
     with torch.cuda.graph(graph):
         step()
     return graph
+
+
+def _assert_does_not_wait(step: Callable[[], object]) -> None:
+    """Counted by torch's own watch as well, which raises at a synchronisation."""
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with SyncCounter() as syncs:
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert syncs.total == 0, syncs.counts
 
 
 @pytest.mark.parametrize("how", ["triton", "torch"])
@@ -119,8 +154,71 @@ def test_a_replay_sees_the_mapping_of_the_replay(how: str, cuda: torch.device) -
     assert found.first.full_slot == other
 
 
+@pytest.mark.parametrize("how", ["triton", "torch"])
+def test_a_replayed_stream_sees_the_mapping_of_the_replay(how: str, cuda: torch.device) -> None:
+    """PR #25889's kind; one stream in place of another is seen as well."""
+    world = oracle.world_of(random.Random(0), 4, 16, ())
+    books = translate_agreement.books_of(world, cuda)
+    asked = oracle.Gathered(world.good[:40], [0, 20, 30, 40], [100, 0, 0], 2)
+    slots = torch.tensor(asked.slots, device=cuda)
+    indptr = torch.tensor(asked.indptr, dtype=torch.int32, device=cuda)
+    stream = Stream(slots, indptr, torch.tensor(asked.starts, device=cuda), asked.counted)
+    out = torch.empty_like(slots)
+    plan = StreamTranslation.plan(4, cuda, how=how)
+    reports: list[torch.Tensor] = []
+    graph = _captured(lambda: reports.append(plan.run(stream, books, out)))
+
+    def replayed() -> list[int]:
+        graph.replay()
+        world.mapping[:] = books.mapping.tolist()
+        asked.slots, asked.indptr = slots.tolist(), indptr.tolist()
+        wanted = oracle.translate_stream(world, asked)
+        numbers = reports[-1].tolist()
+        total = asked.indptr[-1]
+        assert out[:total].tolist() == wanted.out[:total]
+        assert ViolationRecord.decode(numbers[:LENGTH]) == wanted.record
+        assert numbers[LENGTH:] == wanted.nowhere
+        return wanted.nowhere
+
+    assert replayed() == [0, 0, 0]
+    # The last of these is of a padded row: redirected, and not counted.
+    changed = slots[[3, 4, 25, 39]]
+    before = books.mapping[changed].clone()
+    books.mapping[changed] = 0
+    assert replayed() == [2, 1, 0]
+    books.mapping[changed] = before.roll(1)
+    assert replayed() == [2, 1, 0]
+    indptr.copy_(torch.tensor([0, 4, 24, 30], dtype=torch.int32))
+    assert replayed() == [1, 1, 0]
+    slots.fill_(-(2**31))
+    assert replayed() == [4, 20, 0]
+    slots.copy_(torch.tensor(world.good[40:60]).repeat(2))
+    assert replayed() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("how", ["triton", "torch"])
+def test_streams_do_not_wait(how: str, cuda: torch.device) -> None:
+    """One in which all is wrong, and an empty one."""
+    world = oracle.world_of(random.Random(0), 4, 16, oracle.WRONGS)
+    books = translate_agreement.books_of(world, cuda)
+    slots = torch.tensor(world.wrong, device=cuda)
+    starts = torch.zeros(2, dtype=torch.int64, device=cuda)
+    indptr = torch.tensor([0, 3, len(slots)], dtype=torch.int32, device=cuda)
+    streams = [
+        Stream(slots, indptr, starts, 2),
+        Stream(slots[:0], torch.zeros_like(indptr), starts, 0),
+    ]
+    plan = StreamTranslation.plan(2, cuda, how=how)
+    out = torch.empty_like(slots)
+
+    def step() -> None:
+        for stream in streams:
+            plan.run(stream, books, out)
+
+    _assert_does_not_wait(step)
+
+
 def test_translation_and_attention_do_not_wait(cuda: torch.device) -> None:
-    """Counted by torch's own watch as well, which raises at a synchronisation."""
     from hicache_guard.kernels.window_triton import attend
 
     world = oracle.world_of(random.Random(0), 4, 16, oracle.WRONGS)
@@ -137,14 +235,7 @@ def test_translation_and_attention_do_not_wait(cuda: torch.device) -> None:
         windows = plan.run(table, rows, lengths, queries, books)
         attend(q, kv, kv, windows, lengths, q_indptr, books, max_queries=1, window=8, scale=0.125)
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with SyncCounter() as syncs:
-            step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert syncs.total == 0, syncs.counts
+    _assert_does_not_wait(step)
 
 
 def test_a_replay_refuses_what_died_between_translation_and_attention(cuda: torch.device) -> None:

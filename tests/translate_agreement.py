@@ -109,7 +109,7 @@ def _random_cases(count: int) -> Iterator[Case]:
 CASES = [*_boundary_cases(), *_random_cases(24)]
 
 
-def _framed(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def framed(values: list[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A tensor of ``values`` in the middle of a larger one, which is filled with 0."""
     whole = torch.zeros(len(values) + 2 * MARGIN, dtype=dtype, device=device)
     inner = whole[MARGIN : MARGIN + len(values)]
@@ -117,24 +117,27 @@ def _framed(values: list[int], dtype: torch.dtype, device: torch.device) -> torc
     return inner
 
 
+def held(slots: list[int], dtype: torch.dtype) -> list[int]:
+    """``slots``; what ``dtype`` cannot hold becomes its least or largest."""
+    range_of = torch.iinfo(dtype)
+    return [max(range_of.min, min(range_of.max, slot)) for slot in slots]
+
+
 def books_of(world: oracle.World, device: torch.device) -> DeviceBooks:
     """The books of ``world`` as tensors."""
     kept = (world.stamp, world.owner, world.full_born, world.window_born)
-    stamp, owner, full_born, window_born = (_framed(part, torch.int32, device) for part in kept)
-    mapping = _framed(world.mapping, torch.int64, device)
+    stamp, owner, full_born, window_born = (framed(part, torch.int32, device) for part in kept)
+    mapping = framed(world.mapping, torch.int64, device)
     return DeviceBooks(mapping, stamp, owner, full_born, window_born, world.page_size)
 
 
 def arguments(query: oracle.Query, case: Case, device: torch.device) -> list[torch.Tensor]:
-    """The batch as tensors; what int32 cannot hold becomes its least or largest."""
+    """The batch as tensors."""
     width = max((len(row) for row in query.table), default=1)
     # A column more than the table has: its rows are not contiguous to each other.
     whole = torch.zeros(len(query.table), width + 1, dtype=case.table)
     if query.table:
-        wide = torch.tensor(query.table)
-        if case.table is torch.int32:
-            wide = wide.clamp(-(2**31), 2**31 - 1)
-        whole[:, :width] = wide
+        whole[:, :width] = torch.tensor(query.table)
     columns = (query.rows, query.lengths, query.queries)
     return [
         whole.to(device)[:, :width],
@@ -158,9 +161,8 @@ def disagreement(
     if batches[-1].rows:
         batches[-1].rows[-1] = dice.choice((-1, len(batches[-1].table)))
         batches[-1].table = [row[: max(1, len(row) - 3)] for row in batches[-1].table]
-    if case.table is torch.int32:
-        for query in batches:
-            query.table = [[max(-(2**31), min(2**31 - 1, s)) for s in row] for row in query.table]
+    for query in batches:
+        query.table = [held(row, case.table) for row in query.table]
     most = sum(max(0, length) for length in case.lengths) or 1
     room = case.room or most
     plan = WindowTranslation.plan(
@@ -185,12 +187,11 @@ def disagreement(
     return None
 
 
-def with_blocks(module: ModuleType, case: Case) -> Implementation:
-    """The Triton implementation in ``module`` with the blocks of ``case``."""
+def with_blocks(module: ModuleType, blocks: tuple[int, int, int]) -> Any:
+    """The implementation in ``module`` with these ``blocks``, which torch has no use for."""
     chosen: Any = module
-    chosen.BLOCK, chosen.BLOCK_REQUESTS, chosen.PROGRAMS = case.blocks
-    translate_with: Implementation = chosen.translate
-    return translate_with
+    chosen.BLOCK, chosen.BLOCK_REQUESTS, chosen.PROGRAMS = blocks
+    return chosen.translate
 
 
 # -- changes -----------------------------------------------------------------------------------
@@ -254,12 +255,12 @@ TRITON_CHANGES: dict[str, tuple[str, str]] = {
     "count by cause": ("(bad & (cause == each))", "(bad & (cause <= each))"),
     "first offender": ("tl.atomic_min(scratch + FIRST", "tl.atomic_max(scratch + FIRST"),
     "first offender of a block": (
-        "key = tl.min(tl.where(bad, key, NOBODY))",
-        "key = tl.max(tl.where(bad, key, 0))",
+        "tl.min(tl.where(bad, key, NOBODY))",
+        "tl.max(tl.where(bad, key, 0))",
     ),
     "first offender's request": (
-        "(r.to(tl.int64) << 32) | position",
-        "(r.to(tl.int64) * 0) | position",
+        "(request.to(tl.int64) << 32) | position",
+        "(request.to(tl.int64) * 0) | position",
     ),
     "last program": ("* parts - 1:", "* parts - 2:"),
     "counts are left empty": (
@@ -306,9 +307,12 @@ TORCH_CHANGES: dict[str, tuple[str, str]] = {
         "(lengths - queries - (window - 1)).clamp(min=0)",
         "(lengths - queries - (window - 1))",
     ),
-    "redirect": ("torch.where(leads, slot, 0)", "torch.where(there, slot, 0)"),
-    "expected generation": ("torch.where(leads, born, 0)", "torch.where(there, born, 0)"),
-    "only entries that are there count": ("bad = there & (", "bad = ("),
+    "redirect": ("torch.where(leads, looked.slot, 0)", "torch.where(there, looked.slot, 0)"),
+    "expected generation": (
+        "torch.where(leads, looked.born, 0)",
+        "torch.where(there, looked.born, 0)",
+    ),
+    "only entries that are there count": ("there & ~looked.leads", "~looked.leads"),
     "dropped": ("(ends[-1] - room).clamp(min=0)", "0"),
     "room": ("ends = ends.clamp(max=room)", "ends = ends"),
     "first offender": ("key.argmin()", "torch.where(bad, key, -1).argmax()"),
@@ -363,8 +367,10 @@ def agrees(check: Callable[[], bool], limit: int = 60) -> bool:
     return os.waitpid(child, 0)[1] == 0
 
 
-def survivors(name: str, changes: dict[str, tuple[str, str]]) -> Iterator[tuple[str, bool]]:
-    """Each change of kernels/``name``.py, and whether its kernel still agrees with the oracle."""
+def survivors(
+    name: str, changes: dict[str, tuple[str, str]], agree: Callable[[ModuleType], bool]
+) -> Iterator[tuple[str, bool]]:
+    """Each change of kernels/``name``.py, and whether what it makes of the module can ``agree``."""
     source = (KERNELS / f"{name}.py").read_text()
     for change, (whole, instead) in {"unchanged": ("", ""), **changes}.items():
         assert not whole or source.count(whole) == 1, f"{change}: the text is not there once"
@@ -372,20 +378,16 @@ def survivors(name: str, changes: dict[str, tuple[str, str]]) -> Iterator[tuple[
             text = source.replace(whole, instead) if whole else source
 
             def check(text: str = text, folder: str = folder) -> bool:
-                module = changed(name, text, Path(folder))
-                return not any(
-                    disagreement(case, implementation(name, module, case)) for case in TELLING
-                )
+                return agree(changed(name, text, Path(folder)))
 
-            yield change, agrees(check, limit=120)
+            yield f"{name}: {change}", agrees(check, limit=120)
 
 
-def implementation(name: str, module: ModuleType, case: Case) -> Implementation:
-    """What ``module`` makes of ``case``."""
-    if name == "translate_triton":
-        return with_blocks(module, case)
-    translate_with: Implementation = module.translate
-    return translate_with
+def _telling(module: ModuleType) -> bool:
+    """Whether ``module`` agrees with the oracle in all that is telling."""
+    return not any(
+        disagreement(case, with_blocks(module, case.blocks)) is not None for case in TELLING
+    )
 
 
 def main() -> None:
@@ -396,11 +398,11 @@ def main() -> None:
     if "--changes" in sys.argv:
         changes = [("translate_triton", TRITON_CHANGES), ("translate_torch", TORCH_CHANGES)]
         for name, these in changes:
-            for change, still in survivors(name, these):
-                print(json.dumps([f"{name}: {change}", still]), flush=True)
+            for change, still in survivors(name, these, _telling):
+                print(json.dumps([change, still]), flush=True)
         return
     for case in CASES:
-        found = disagreement(case, with_blocks(translate_triton, case))
+        found = disagreement(case, with_blocks(translate_triton, case.blocks))
         print(json.dumps([case.name, found]), flush=True)
 
 

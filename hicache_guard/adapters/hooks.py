@@ -7,11 +7,14 @@ import enum
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
+
+import wrapt
 
 from hicache_guard.adapters import patched, state
 from hicache_guard.adapters.link import Factory, StandIn, all_links
@@ -34,11 +37,14 @@ _WAY_OUT = "see `hicache-guard doctor`, or use HICACHE_GUARD=observe to run with
 _MARK = "__hicache_guard_original__"
 
 #: Which way each hook came in that is in place, by module and name of the class, and the method.
-#: The class says where it is at home; old modules give it out, too.
+#: The class says where it is at home; old modules give it out, too. Of a function the class is "".
 _routes: dict[tuple[str, str, str], Route] = {}
 
 #: After ``uninstall`` the decorations of modules that are imported later do nothing either.
 _withdrawn = False
+
+#: Modules whose hooks are put in place when they are imported.
+_awaited: set[str] = set()
 
 #: Hooks that are known to be missing, and that was said.
 _told: set[str] = set()
@@ -53,6 +59,7 @@ class HookStatus(enum.Enum):
     APPLIED = "applied"
     ABSENT = "not installed"
     MISSING = "missing"
+    WAITING = "when it is imported"
     NOT_NEEDED = "not needed"
 
 
@@ -64,7 +71,7 @@ class Hook:
     method: str
     status: HookStatus
     detail: str = ""
-    route: Route | None = None  # how it came in, where it is in place
+    route: Route | None = None  # how it came in, or will
 
     @property
     def target(self) -> str:
@@ -72,11 +79,17 @@ class Hook:
 
 
 def _target(seam: Seam, method: str) -> str:
-    return f"{seam.module}.{seam.cls}.{method}"
+    return f"{seam.module}.{seam.symbol(method)}"
 
 
-def _key(cls: type, method: str) -> tuple[str, str, str]:
-    return cls.__module__, cls.__qualname__, method
+#: What holds what is hooked: a class, or for functions their module.
+Holder = type | ModuleType
+
+
+def _key(holder: Holder, method: str) -> tuple[str, str, str]:
+    if isinstance(holder, ModuleType):
+        return holder.__name__, "", method
+    return holder.__module__, holder.__qualname__, method
 
 
 def running_version() -> str:
@@ -116,7 +129,7 @@ def running_release() -> Release:
 def as_patched(release: Release) -> Release:
     """The row of ``release``, as a backport of ours that this SGLang carries changes it."""
     if release.version == QUEUES_RESOLVED.version:
-        free_swa: Any = vars(_class_of(QUEUES_RESOLVED.seams[0]))["free_swa"]
+        free_swa: Any = vars(_holder_of(QUEUES_RESOLVED.seams[0]))["free_swa"]
         if RESOLVING_NAME in getattr(free_swa, _MARK, free_swa).__code__.co_names:
             return QUEUES_RESOLVED
     return release
@@ -124,7 +137,9 @@ def as_patched(release: Release) -> Release:
 
 def _import_what_every_release_has() -> None:
     """Import modules that are seams whatever the release, so that their decorations are seen."""
-    modules = [{seam.module for seam in release.seams} for release in RELEASES.values()]
+    modules = [
+        {seam.module for seam in release.seams if not seam.late} for release in RELEASES.values()
+    ]
     for module in sorted(set.intersection(*modules)):
         with suppress(ImportError):
             importlib.import_module(module)
@@ -169,12 +184,15 @@ def install(
     _take_out(but_of="patch")
     absent = []
     for seam in release.seams:
+        if seam.late and seam.module not in sys.modules:
+            _await(seam.module)
+            continue
         try:
-            cls = _class_of(seam)
+            holder = _holder_of(seam)
         except (ImportError, AttributeError) as error:
             absent.append(f"{seam.module}.{seam.cls} ({error})")
             continue
-        absent += _put_in_place(cls, seam, route)
+        absent += _put_in_place(holder, seam, route)
     if absent:
         if chosen is not Mode.OBSERVE:
             uninstall()
@@ -187,6 +205,29 @@ def install(
     return release
 
 
+def _await(module: str) -> None:
+    """Put the hooks of a module in place as soon as somebody imports it."""
+    if module not in _awaited:
+        _awaited.add(module)
+        wrapt.register_post_import_hook(_arrived, module)
+
+
+def _arrived(module: ModuleType) -> None:
+    if not state.is_chosen() or _withdrawn:
+        return
+    current = state.settings()
+    absent = []
+    for seam in current.release.seams:
+        if seam.module == module.__name__:
+            holder = getattr(module, seam.cls, None) if seam.cls else module
+            if holder is None:
+                absent.append(f"{seam.module}.{seam.cls}")
+            else:
+                absent += _put_in_place(holder, seam, current.route)
+    if absent:
+        _complain(absent)
+
+
 def decorated(cls: type, version: str, mode: Mode) -> None:
     """Put the hooks of a class in place that the source of a patched SGLang decorates.
 
@@ -195,6 +236,31 @@ def decorated(cls: type, version: str, mode: Mode) -> None:
     """
     if _withdrawn:
         return
+    release = _decorated_release(mode)
+    seams = [s for s in release.seams if (s.module, s.cls) == (cls.__module__, cls.__qualname__)]
+    absent = [] if seams else [f"{cls.__module__}.{cls.__qualname__} is no seam of {version}"]
+    for seam in seams:
+        absent += _put_in_place(cls, seam, "patch")
+    if absent:
+        _complain(absent)
+
+
+def decorated_function(function: FunctionType, version: str, mode: Mode) -> Callable[..., Any]:
+    """As ``decorated``, of a function; what is to be called instead of it."""
+    if _withdrawn:
+        return function
+    release = _decorated_release(mode)
+    module, name = function.__module__, function.__qualname__
+    for seam in release.seams:
+        if (seam.module, seam.cls) == (module, "") and name in seam.methods:
+            _routes[module, "", name] = "patch"
+            return _hooked(function, getattr(_handlers_of(seam), name))
+    _complain([f"{module}.{name} is no seam of {version}"])
+    return function
+
+
+def _decorated_release(mode: Mode) -> Release:
+    """The release that the source says it is, which is chosen if nothing was."""
     try:
         release = _written_release()
     except UnguardedError as error:
@@ -202,12 +268,7 @@ def decorated(cls: type, version: str, mode: Mode) -> None:
     assert release is not None, "the decoration was noted"
     if not state.is_chosen():
         state.choose(Settings(mode, release, None, "patch"))
-    seams = [s for s in release.seams if (s.module, s.cls) == (cls.__module__, cls.__qualname__)]
-    absent = [] if seams else [f"{cls.__module__}.{cls.__qualname__} is no seam of {version}"]
-    for seam in seams:
-        absent += _put_in_place(cls, seam, "patch")
-    if absent:
-        _complain(absent)
+    return release
 
 
 def require_complete() -> None:
@@ -222,7 +283,11 @@ def require_complete() -> None:
     current = state.settings()
     if _complete is current:
         return
-    missing = [h for h in hooks(current.release) if h.status is not HookStatus.APPLIED]
+    missing = [
+        hook
+        for hook in hooks(current.release, load=False)
+        if hook.status not in (HookStatus.APPLIED, HookStatus.WAITING)
+    ]
     _complete = current
     untold = [hook.target for hook in missing if hook.target not in _told]
     if untold:
@@ -255,44 +320,64 @@ def _take_out(but_of: Route | None = None) -> None:
     for link in all_links():
         link.drain()
     for release in RELEASES.values():
-        for seam, cls in _loaded(release):
+        for seam, holder in _loaded(release):
             for method in seam.methods:
-                if but_of and _routes.get(_key(cls, method)) == but_of:
+                if but_of and _routes.get(_key(holder, method)) == but_of:
                     continue
-                found = vars(cls).get(method)
+                found = vars(holder).get(method)
                 original = getattr(found, _MARK, None)
                 if original is not None:
-                    setattr(cls, method, original)
+                    setattr(holder, method, original)
                 elif isinstance(found, StandIn):
-                    delattr(cls, method)
+                    delattr(holder, method)
     for key in [key for key, route in _routes.items() if route != but_of]:
         del _routes[key]
     _told.clear()
     state.choose(None)
 
 
-def hooks(release: Release) -> list[Hook]:
-    """Every hook that ``release`` needs, with its state in this process. Imports the seams."""
+def hooks(release: Release, *, load: bool = True) -> list[Hook]:
+    """Every hook that ``release`` needs, with its state in this process. Imports the seams.
+
+    Late ones are imported only to ``load`` them, and wait where that cannot be done here.
+    """
     found = []
     for seam in release.seams:
-        try:
-            cls: type | None = _class_of(seam)
-            detail = ""
-        except (ImportError, AttributeError) as error:
-            cls, detail = None, str(error)
+        holder: Holder | None = None
+        detail = ""
+        waits = seam.late and seam.module not in sys.modules
+        if load or not waits:
+            try:
+                holder = _holder_of(seam)
+            except (ImportError, AttributeError) as error:
+                detail = str(error)
+        waits = waits and holder is None and seam.module not in sys.modules
         for method in seam.methods:
-            if cls is not None and is_hooked(cls, method):
+            if holder is not None and is_hooked(holder, method):
                 status = HookStatus.APPLIED
-            elif cls is not None and _can_hook(cls, method, _handlers_of(seam)):
+            elif holder is not None and _can_hook(holder, method, _handlers_of(seam)):
                 status = HookStatus.ABSENT
+            elif waits:
+                status = HookStatus.WAITING if _comes(seam) else HookStatus.ABSENT
             else:
                 status = HookStatus.MISSING
             why = (detail or _GONE) if status is HookStatus.MISSING else ""
             route = None
-            if cls is not None and status is HookStatus.APPLIED:
-                route = _routes.get(_key(cls, method))
+            if holder is not None and status is HookStatus.APPLIED:
+                route = _routes.get(_key(holder, method))
+            elif status is HookStatus.WAITING:
+                route, why = _comes(seam), detail
             found.append(Hook(seam, method, status, why, route))
     return found
+
+
+def _comes(seam: Seam) -> Route | None:
+    """How the hooks of a module that nobody imported will come in, if they will."""
+    if not state.is_chosen():
+        return None
+    if patched.decorations:
+        return "patch"  # all of the source, or nothing
+    return state.settings().route if seam.module in _awaited else None
 
 
 def unneeded(release: Release) -> list[Hook]:
@@ -308,57 +393,55 @@ def unneeded(release: Release) -> list[Hook]:
     return list(found.values())
 
 
-def _class_of(seam: Seam) -> type:
-    cls: type = getattr(importlib.import_module(seam.module), seam.cls)
-    return cls
+def _holder_of(seam: Seam) -> Holder:
+    module = importlib.import_module(seam.module)
+    holder: Holder = getattr(module, seam.cls) if seam.cls else module
+    return holder
 
 
-def _loaded(release: Release) -> Iterator[tuple[Seam, type]]:
-    import sys
-
+def _loaded(release: Release) -> Iterator[tuple[Seam, Holder]]:
     for seam in release.seams:
         module = sys.modules.get(seam.module)
-        cls = getattr(module, seam.cls, None)
-        if cls is not None:
-            yield seam, cls
+        holder = getattr(module, seam.cls, None) if seam.cls else module
+        if holder is not None:
+            yield seam, holder
 
 
 def _handlers_of(seam: Seam) -> ModuleType:
     return importlib.import_module(f"hicache_guard.adapters.{seam.handlers}")
 
 
-def _put_in_place(cls: type, seam: Seam, route: Route) -> list[str]:
+def _put_in_place(holder: Holder, seam: Seam, route: Route) -> list[str]:
     """Hook the methods of one seam, none of them twice; returns those that cannot be."""
     handlers = _handlers_of(seam)
     absent = []
     for method in seam.methods:
-        if is_hooked(cls, method):
+        if is_hooked(holder, method):
             continue
-        if not _can_hook(cls, method, handlers):
+        if not _can_hook(holder, method, handlers):
             absent.append(_target(seam, method))
             continue
-        _wrap(cls, method, handlers)
-        _routes[_key(cls, method)] = route
+        handler = getattr(handlers, method)
+        there = vars(holder).get(method)
+        put = handler if isinstance(handler, StandIn) else _hooked(there, handler)
+        setattr(holder, method, put)
+        _routes[_key(holder, method)] = route
     return absent
 
 
-def is_hooked(cls: type, method: str) -> bool:
+def is_hooked(holder: Holder, method: str) -> bool:
     """Whether the class itself has the hooked method, and did not inherit it."""
-    there = vars(cls).get(method)
+    there = vars(holder).get(method)
     return hasattr(there, _MARK) or isinstance(there, StandIn)
 
 
-def _can_hook(cls: type, method: str, handlers: ModuleType) -> bool:
+def _can_hook(holder: Holder, method: str, handlers: ModuleType) -> bool:
     """Whether the class has the method itself; an attribute we stand in for needs none."""
-    return method in vars(cls) or isinstance(getattr(handlers, method), StandIn)
+    return method in vars(holder) or isinstance(getattr(handlers, method), StandIn)
 
 
-def _wrap(cls: type, method: str, handlers: ModuleType) -> None:
-    handler = getattr(handlers, method)
-    if isinstance(handler, StandIn):
-        setattr(cls, method, handler)
-        return
-    original: Callable[..., Any] = vars(cls)[method]
+def _hooked(original: Any, handler: Any) -> Callable[..., Any]:
+    """What is to be called instead of ``original``."""
     if isinstance(handler, Factory):
         hooked = functools.wraps(original)(handler.build(original))
     else:
@@ -368,4 +451,4 @@ def _wrap(cls: type, method: str, handlers: ModuleType) -> None:
             return handler(original, self, *args, **kwargs)
 
     setattr(hooked, _MARK, original)
-    setattr(cls, method, hooked)
+    return hooked

@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 
+from hicache_guard.adapters import window_reads
 from hicache_guard.adapters.hooks import require_complete
 from hicache_guard.adapters.link import Factory, link_of
 
 
 def _reading(original: Callable[..., Any]) -> Callable[..., Any]:
     def hooked(pool: Any, kv_indices: torch.Tensor) -> Any:
+        proved = window_reads.translated(original, pool, kv_indices)
+        if proved is not None:
+            return proved
         window = original(pool, kv_indices)
         link = link_of(pool)
         if link is None:

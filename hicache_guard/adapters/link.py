@@ -20,6 +20,8 @@ from hicache_guard.core.journal import ACTING_FOR, Steps, acting_for
 from hicache_guard.core.ledger import PageLedger
 from hicache_guard.core.modes import Mode
 from hicache_guard.core.verdict import Vetted
+from hicache_guard.kernels.books import DeviceBooks
+from hicache_guard.kernels.stream import StreamTranslation
 
 #: The attribute under which an SGLang object holds its link.
 ATTRIBUTE = "_hicache_guard_link"
@@ -103,6 +105,9 @@ class AllocatorLink:
         self.joined: dict[str, list[tuple[torch.Tensor, int]]] = {}
         self.taking = False
         self.given: tuple[torch.Tensor, torch.Tensor] | None = None
+        #: The books as kernels read them, and what translates on each stream of a device.
+        self.books: DeviceBooks | None = None
+        self.readers: dict[int, StreamTranslation] = {}
         #: What opens and closes short operations, where the books are compiled.
         self.steps: Steps | None = None
         _links.add(self)

@@ -1,4 +1,4 @@
-"""The decorator that a patched SGLang carries on each seam class: the hooks without a plugin.
+"""The decorator that a patched SGLang carries on each seam: the hooks without a plugin.
 
 ``guarded`` names a row of the table of releases by the first release that has it. The patch knows
 which it is by the fingerprints of the methods that are hooked; a running git checkout has no
@@ -9,28 +9,32 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from types import FunctionType
+from typing import Any, TypeVar, cast
 
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.core.modes import Mode
 
-_Class = TypeVar("_Class", bound=type)
+_Seam = TypeVar("_Seam", bound=Callable[..., Any])
 
-#: What the source of this process says: (module, class) to release.
+#: What the source of this process says: (module, class or function) to release.
 decorations: dict[tuple[str, str], str] = {}
 
 
-def guarded(release: str) -> Callable[[_Class], _Class]:
-    """Hook the methods of the class below as the table says for ``release``."""
+def guarded(release: str) -> Callable[[_Seam], _Seam]:
+    """Hook the function below, or the methods of the class, as the table says for ``release``."""
 
-    def decorate(cls: _Class) -> _Class:
-        decorations[cls.__module__, cls.__qualname__] = release
+    def decorate(seam: _Seam) -> _Seam:
+        decorations[seam.__module__, seam.__qualname__] = release
         mode = _mode()
-        if mode is not Mode.OFF:
-            from hicache_guard.adapters import hooks
+        if mode is Mode.OFF:
+            return seam
+        from hicache_guard.adapters import hooks
 
-            hooks.decorated(cls, release, mode)
-        return cls
+        if isinstance(seam, FunctionType):
+            return cast(_Seam, hooks.decorated_function(seam, release, mode))
+        hooks.decorated(cast(type, seam), release, mode)
+        return seam
 
     return decorate
 

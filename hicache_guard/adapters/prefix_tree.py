@@ -14,6 +14,7 @@ The policy is in ``core/guard``, the rules are in ``core/match``.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -172,7 +173,7 @@ def _while_running(original: Method) -> Method:
         if book is None:
             return original(tree, req, *args, **kwargs)
         book.request, book.allocated = req.rid, _allocated(req)
-        book.goes_on, book.floor = True, _protected(req)
+        book.goes_on, book.floor = True, protected(req)
         try:
             return original(tree, req, *args, **kwargs)
         except _NotCached:
@@ -198,7 +199,7 @@ def _allocated(req: Any) -> int:
     return int(holder.kv_allocated_len)
 
 
-def _protected(req: Any) -> int:
+def protected(req: Any) -> int:
     """How many tokens of a request's row are the tree's."""
     holder = req if hasattr(req, "cache_protected_len") else req.kv
     return int(holder.cache_protected_len)
@@ -229,6 +230,8 @@ def _set_evicted(params: Any, length: int) -> None:
 def _match_prefix(original: Method) -> Method:
     def hooked(tree: Any, params: Any) -> Any:
         book = tree.__dict__.get(ATTRIBUTE)
+        if book is not None and book.cold is not None and book.is_cold(params):
+            params = dataclasses.replace(params, key=params.key[:0])
         result = original(tree, params)
         if book is None or book.at_once(result, params):
             return result

@@ -16,16 +16,27 @@ _BASE = "BaseTokenToKVPoolAllocator"
 
 @dataclass(frozen=True)
 class Seam:
-    """A class of SGLang and the methods of it that are hooked.
+    """A class of SGLang and the methods of it that are hooked; functions, where ``cls`` is empty.
 
     ``handlers`` names the module of ``hicache_guard.adapters`` whose functions, named like the
-    methods, stand around them.
+    methods, stand around them. ``late`` for modules that only a server imports, and that may not be
+    imported for the sake of hooks: these wait until it does.
     """
 
     module: str
     cls: str
     handlers: str
     methods: tuple[str, ...]
+    late: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a patched source decorates: the class, or each function."""
+        return (self.cls,) if self.cls else self.methods
+
+    def symbol(self, method: str) -> str:
+        """How a method is spelled within its module."""
+        return f"{self.cls}.{method}" if self.cls else method
 
 
 @dataclass(frozen=True)
@@ -74,6 +85,42 @@ _TREE_PARAMETERS = Seam(
 #: A scheduler matches all requests that wait before it chooses.
 _ROUNDS = Seam(
     "sglang.srt.managers.schedule_policy", "SchedulePolicy", "scheduling_round", ("calc_priority",)
+)
+_FLASHINFER = "sglang.srt.layers.attention.flashinfer_backend"
+_TRITON = "sglang.srt.layers.attention.triton_backend"
+
+
+def _window_reads(*triton: str) -> tuple[Seam, ...]:
+    """Where backends gather what window layers read; ``triton``: functions of that backend."""
+    call = ("call_begin_forward",)
+    return (
+        Seam(_FLASHINFER, "FlashInferIndicesUpdaterDecode", "window_reads", call, late=True),
+        Seam(_FLASHINFER, "FlashInferIndicesUpdaterPrefill", "window_reads", call, late=True),
+        Seam(_TRITON, "", "window_reads", triton, late=True),
+        _STEPS,
+    )
+
+
+#: A forward pass is launched, its tokens are taken, the next batch is chosen.
+_STEPS = Seam(
+    "sglang.srt.managers.scheduler",
+    "Scheduler",
+    "steps",
+    ("run_batch", "process_batch_result", "get_next_batch_to_run"),
+    late=True,
+)
+_BUFFER = "update_sliding_window_buffer"
+_READS_UNTIL_12 = _window_reads(_BUFFER, f"{_BUFFER}_cuda_graph")
+_READS_13_21 = _window_reads(_BUFFER)
+_READS_SINCE_22 = (
+    *_READS_13_21,
+    Seam(
+        f"{_MEM}.kv_index_translator",
+        "KVIndexTranslator",
+        "window_reads",
+        ("pack_read_stream",),
+        late=True,
+    ),
 )
 #: A session lends its row again from turn to turn.
 _SESSIONS = Seam(
@@ -296,15 +343,20 @@ RELEASES: dict[str, Release] = {
     for release in (
         *_alike(
             ("0.5.12", "0.5.12.post1"),
-            (*_until_16(_BEFORE_13), *_REMEMBERED_TRANSLATIONS, *_TREES_UNTIL_13),
+            (
+                *_until_16(_BEFORE_13),
+                *_REMEMBERED_TRANSLATIONS,
+                *_TREES_UNTIL_13,
+                *_READS_UNTIL_12,
+            ),
             frees_whole_pages=False,
         ),
         *_alike(
             ("0.5.13", "0.5.13.post1"),
-            (*_until_16(_SINCE_13), _PASSED_13_18, *_TREES_UNTIL_13),
+            (*_until_16(_SINCE_13), _PASSED_13_18, *_TREES_UNTIL_13, *_READS_13_21),
             frees_whole_pages=False,
         ),
-        *_alike(("0.5.14",), (*_until_16(_SINCE_13), _PASSED_13_18, *_TREES_14_18)),
+        *_alike(("0.5.14",), (*_until_16(_SINCE_13), _PASSED_13_18, *_TREES_14_18, *_READS_13_21)),
         *_alike(
             ("0.5.15", "0.5.15.post1"),
             (
@@ -313,6 +365,7 @@ RELEASES: dict[str, Release] = {
                 *_PURE_WINDOW,
                 *_WRITERS_15_16,
                 *_TREES_14_18,
+                *_READS_13_21,
             ),
         ),
         *_alike(
@@ -323,6 +376,7 @@ RELEASES: dict[str, Release] = {
                 *_PURE_WINDOW,
                 *_WRITERS_15_16,
                 *_TREES_14_18,
+                *_READS_13_21,
             ),
         ),
         *_alike(
@@ -333,6 +387,7 @@ RELEASES: dict[str, Release] = {
                 *_PURE_WINDOW,
                 *_WRITERS_17_18,
                 *_TREES_14_18,
+                *_READS_13_21,
             ),
         ),
         *_alike(
@@ -343,6 +398,7 @@ RELEASES: dict[str, Release] = {
                 *_PURE_WINDOW,
                 *_WRITERS_17_18,
                 *_TREES_14_18,
+                *_READS_13_21,
             ),
             deferred_frees=frozenset({"free", "free_swa"}),
         ),
@@ -353,6 +409,7 @@ RELEASES: dict[str, Release] = {
                 _PASSED_SINCE_19,
                 *_PURE_WINDOW,
                 *_TREES_19_20,
+                *_READS_13_21,
             ),
             deferred_frees=frozenset({"free", "free_full"}),
             resolves_in_group=True,
@@ -360,9 +417,9 @@ RELEASES: dict[str, Release] = {
         *(
             release
             for versions, trees in (
-                (("0.5.20",), _TREES_19_20),
-                (("0.5.21",), _TREES_21),
-                (("0.5.22", "0.5.23"), _TREES_SINCE_22),
+                (("0.5.20",), (*_TREES_19_20, *_READS_13_21)),
+                (("0.5.21",), (*_TREES_21, *_READS_13_21)),
+                (("0.5.22", "0.5.23"), (*_TREES_SINCE_22, *_READS_SINCE_22)),
             )
             for release in _alike(
                 versions,

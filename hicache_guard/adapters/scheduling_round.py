@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hicache_guard.adapters.tree_link import ATTRIBUTE, TreeLink
+from hicache_guard.adapters.tree_link import book_of
 
 
 def calc_priority(
     original: Callable[..., Any], policy: Any, waiting_queue: list[Any], *args: Any, **kwargs: Any
 ) -> Any:
-    book = _book_of(policy.tree_cache)
+    book = book_of(policy.tree_cache)
     if book is None or not book.waits():
         return original(policy, waiting_queue, *args, **kwargs)
     came = [*waiting_queue]
@@ -32,10 +32,3 @@ def calc_priority(
         return found
     waiting_queue[:] = came  # among equals, who came first goes first
     return original(policy, waiting_queue, *args, **kwargs)
-
-
-def _book_of(tree: Any) -> TreeLink | None:
-    """What is known of a tree, or of the one that a session cache stands in front of."""
-    holders = (tree, getattr(tree, "inner", None))
-    books = (getattr(holder, ATTRIBUTE, None) for holder in holders)
-    return next((book for book in books if isinstance(book, TreeLink)), None)

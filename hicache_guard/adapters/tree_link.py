@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -60,6 +61,9 @@ class TreeLink:
         self.allocated: int | None = None
         self.goes_on = False
         self.floor = 0
+        #: Requests that are computed from nothing, whatever the tree holds; None while there never
+        #: was one.
+        self.cold: weakref.WeakSet[Any] | None = None
         #: Whether what cannot be proved is taken back; observe only says so.
         self.clips = self.guard.mode is not Mode.OBSERVE
         self.virtual: Any = _virtual_node()
@@ -199,6 +203,20 @@ class TreeLink:
                 if total >= self.need or len(nodes) > MAX_TAIL:
                     break
         return (nodes, total) if len(nodes) <= MAX_TAIL else ([], 0)
+
+    def never_hits(self, req: Any) -> None:
+        """From now on a request's matches end at the root."""
+        if self.cold is None:
+            self.cold = weakref.WeakSet()
+        self.cold.add(req)
+
+    def is_cold(self, params: Any) -> bool:
+        """Whether a match is for a request that is to hit nothing.
+
+        What it has computed itself since it is pointed at like any other, once that is cached.
+        """
+        req = getattr(params, "req", None)
+        return not self.goes_on and req is not None and self.cold is not None and req in self.cold
 
     # -- scheduling rounds -------------------------------------------------------------------
 
@@ -385,3 +403,10 @@ def component(name: str) -> Any:
         except (ImportError, AttributeError):
             continue
     return None
+
+
+def book_of(tree: Any) -> TreeLink | None:
+    """What is known of a tree, or of the one that a session cache stands in front of."""
+    holders = (tree, getattr(tree, "inner", None))
+    books = (getattr(holder, ATTRIBUTE, None) for holder in holders)
+    return next((book for book in books if isinstance(book, TreeLink)), None)

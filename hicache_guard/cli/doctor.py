@@ -21,7 +21,12 @@ from hicache_guard.core.modes import ENV_VAR, Mode
 _PLUGIN_GROUP = "sglang.srt.plugins"
 #: SGLang loads only the plugins that this names; all where it names none.
 _FILTER = "SGLANG_PLUGINS"
-_STYLES = {"applied": "green", "not needed": "dim", "missing": "bold red"}
+_STYLES = {
+    "applied": "green",
+    "when imported": "green",
+    "not needed": "dim",
+    "missing": "bold red",
+}
 
 
 def doctor(
@@ -132,4 +137,6 @@ def _show(report: dict[str, Any], missing: list[dict[str, str]]) -> None:
         console.print(f"[bold red]{len(missing)} hooks are not in place[/]")
     else:
         needed = [hook for hook in report["hooks"] if hook["status"] != "not needed"]
-        console.print(f"[green]all {len(needed)} hooks are in place[/]")
+        later = sum(hook["status"] == "when imported" for hook in needed)
+        more = f", {later} of them when their module is imported" if later else ""
+        console.print(f"[green]all {len(needed)} hooks are in place[/]{more}")

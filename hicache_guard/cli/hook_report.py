@@ -23,6 +23,7 @@ _WORDS = {
     HookStatus.APPLIED: "applied",
     HookStatus.ABSENT: "missing",
     HookStatus.MISSING: "missing",
+    HookStatus.WAITING: "when imported",
     HookStatus.NOT_NEEDED: "not needed",
 }
 
@@ -47,7 +48,8 @@ def main() -> int:
     except SystemExit as refusal:  # a patched source cannot be guarded as it is
         print(json.dumps({"refused": str(refusal).removeprefix("hicache-guard: ")}))
         return 0
-    complete = all(hook.status is HookStatus.APPLIED for hook in needed)
+    there = (HookStatus.APPLIED, HookStatus.WAITING)
+    complete = all(hook.status in there for hook in needed)
     report = {
         "version": release.version,
         "mode": os.environ[ENV_VAR],
@@ -55,7 +57,7 @@ def main() -> int:
         "plugin": "" if plugin.loaded or complete else _why_not_loaded(),
         "hooks": [
             {
-                "seam": f"{hook.seam.module}.{hook.seam.cls}",
+                "seam": ".".join(filter(None, (hook.seam.module, hook.seam.cls))),
                 "method": hook.method,
                 "status": _WORDS[hook.status],
                 "route": hook.route,

@@ -132,7 +132,7 @@ class Batch:
     """Notes that are being checked together. ``wrong``: whether any is not plainly in order."""
 
     continued: list[Continued]
-    decoded: Decoded | None
+    decoded: list[Decoded]
     frees: list[Freed]
     held: list[Held]
     vouched: list[tuple[PageLedger, torch.Tensor]]
@@ -150,6 +150,7 @@ class Backlog:
         self._guard = guard
         self._handed_out: list[HandedOut] = []
         self._taken: list[Taken] = []
+        self._decoded: list[Decoded] = []
         self._continued: list[Continued] = []
         self._frees: list[Freed] = []
         self._held: list[Held] = []
@@ -162,7 +163,8 @@ class Backlog:
 
     @property
     def empty(self) -> bool:
-        return not (self.has_frees or self._handed_out or self._taken or self._continued)
+        due = self._handed_out or self._taken or self._decoded or self._continued
+        return not (self.has_frees or due)
 
     @property
     def withholds(self) -> bool:
@@ -179,7 +181,7 @@ class Backlog:
 
         Not before: a free and what it releases are noted one after the other.
         """
-        return len(self._frees) > MAX_NOTES or len(self._taken) > MAX_NOTES
+        return max(len(self._frees), len(self._taken), len(self._decoded)) > MAX_NOTES
 
     def note_taken(
         self, full: torch.Tensor, window: torch.Tensor, *, each_continues: bool = False
@@ -218,7 +220,7 @@ class Backlog:
 
     def clear(self) -> None:
         """Forget everything: the pools were emptied."""
-        self._handed_out, self._taken, self._continued = [], [], []
+        self._handed_out, self._taken, self._decoded, self._continued = [], [], [], []
         self._frees, self._held, self._vouched, self._batch = [], [], [], None
         self._forget_frees()
 
@@ -253,15 +255,15 @@ class Backlog:
 
     def _settle_one(self, wait: bool) -> bool:
         if self._batch is None:
-            decoded = self._apply_allocations()
-            if not (self._continued or decoded or self.has_frees):
+            self._apply_allocations()
+            if not (self._continued or self._decoded or self.has_frees):
                 return True
             vouched: list[tuple[PageLedger, torch.Tensor]] = []
             if any(held.queued for held in self._held):
                 # What was vouched for waits until what was queued with it comes.
                 vouched, self._vouched = self._vouched, []
-            taken = (self._continued, decoded, self._frees, self._held, vouched)
-            self._continued, self._frees, self._held = [], [], []
+            taken = (self._continued, self._decoded, self._frees, self._held, vouched)
+            self._continued, self._decoded, self._frees, self._held = [], [], [], []
             self._batch = Batch(*taken, HostCopy(self._suspicious(*taken)))
         batch = self._batch
         if not batch.wrong.arrived():
@@ -280,8 +282,21 @@ class Backlog:
 
     # -- allocations ---------------------------------------------------------------------------
 
-    def _apply_allocations(self) -> Decoded | None:
-        """Record what was handed out and mapped; returns the decode steps, to be checked."""
+    def hand_out(self) -> bool:
+        """Record what was handed out and mapped, for kernels that read the books; never waits.
+
+        Returns whether all of it is recorded. What a batch under way frees may have been handed out
+        again in observe mode, where nothing is held back: then later notes wait behind it.
+        """
+        observes = self._guard.mode is Mode.OBSERVE
+        if self._batch is not None and observes:
+            self.settle(wait=False)
+        if self._batch is None or not observes:
+            self._apply_allocations()
+        return not (self._handed_out or self._taken)
+
+    def _apply_allocations(self) -> None:
+        """Record what was handed out and mapped; decode steps are left to be checked."""
         guard = self._guard
         for ledger in (guard.full, guard.window):
             notes = [note for note in self._handed_out if note.ledger is ledger]
@@ -292,7 +307,7 @@ class Backlog:
         self._handed_out.clear()
         taken, self._taken = self._taken, []
         if not taken:
-            return None
+            return
         operations = [note.operation for note in taken]
         full = Gathered([note.full for note in taken], operations)
         window = Gathered([note.window for note in taken], operations)
@@ -303,20 +318,20 @@ class Backlog:
             pages_begun = ledger.hand_out_slots(slots)
             slots.touch(guard.journal, "allocated", ledger.name, pages_begun)
         steps = [note for note in taken if note.each_continues]
-        if len(steps) == len(taken) or not steps:
-            return (full, window) if steps else None
-        operations = [note.operation for note in steps]
-        return (
-            Gathered([note.full for note in steps], operations),
-            Gathered([note.window for note in steps], operations),
-        )
+        if not steps:
+            return
+        if len(steps) < len(taken):
+            operations = [note.operation for note in steps]
+            full = Gathered([note.full for note in steps], operations)
+            window = Gathered([note.window for note in steps], operations)
+        self._decoded.append((full, window))
 
     # -- bulk ----------------------------------------------------------------------------------
 
     def _suspicious(
         self,
         continued: list[Continued],
-        decoded: Decoded | None,
+        decoded: list[Decoded],
         noted: list[Freed],
         held: list[Held],
         vouched: list[tuple[PageLedger, torch.Tensor]],
@@ -331,9 +346,9 @@ class Backlog:
             slots = Gathered([note.window for note in continued])
             lengths = Gathered([note.lengths for note in continued])
             wrong.append(book.any_not_continued(last, slots, lengths))
-        if decoded and guard.page_size > 1:
-            rows, slots = decoded
-            wrong.append(book.any_not_continued(rows, slots, rows, back=1))
+        if guard.page_size > 1:
+            for rows, slots in decoded:
+                wrong.append(book.any_not_continued(rows, slots, rows, back=1))
         frees = [note for note in noted if note.full]
         followed = [note for note in noted if note.window is not None]
         # Whatever a tree's own method freed it has withdrawn by then.
@@ -436,9 +451,9 @@ class Backlog:
             guard.recheck_continued(
                 extension.last, extension.window, extension.lengths, rows, slots
             )
-        if batch.decoded:
+        for all_rows, all_slots in batch.decoded:
             for (guard.operation, rows), (_, slots) in zip(
-                batch.decoded[0].parts(), batch.decoded[1].parts(), strict=True
+                all_rows.parts(), all_slots.parts(), strict=True
             ):
                 guard.recheck_continued(rows - 1, slots - 1, rows, rows, slots)
         direct = [held for held in batch.held if held.direct]

@@ -38,6 +38,7 @@ class Fault(enum.Enum):
     DEAD_TOKENS_CACHED = "dead-tokens-cached"
     EVICTED_TOKENS_CACHED = "evicted-tokens-cached"
     CACHED_TWICE = "cached-twice"
+    DEAD_WINDOW_READ = "dead-window-read"
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,9 @@ FACTS: dict[Fault, FaultFacts] = {
         "tokens are cached as live whose window KV is gone",
         ("C15",),
         (23259, 27770, 29350, 34823),
+    ),
+    Fault.DEAD_WINDOW_READ: FaultFacts(
+        "attention reads a window slot that its request does not own", (), (25889,)
     ),
     Fault.LOCK_DRIFT: FaultFacts(
         "acquires and releases of a tree lock do not pair", (), (24153, 27038, 28161, 36350)

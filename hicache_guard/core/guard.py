@@ -288,6 +288,18 @@ class PoolGuard:
             self._count(violation, operation)
         self.mapping_suspect = self.mapping_suspect or self.mode is Mode.OBSERVE
 
+    def dead_read(self, finding: Finding) -> None:
+        """Attention came to read a window slot that is not what its full slot owns.
+
+        ``finding`` is about full slots. To be called in an operation; raises in strict mode.
+        """
+        self.mapping_suspect = True
+        self.count(self._violation(finding, self.full, self.current), self.current)
+
+    def distrust(self, slots: torch.Tensor) -> None:
+        """Nothing of the pages of ``slots`` (int64) is vouched for by a prefix tree any more."""
+        self.witness.vouch(slots, 0)
+
     def count(self, violation: Violation, operation: Operation) -> None:
         """A violation of an operation that no verdict found; raises in strict mode."""
         self._count(violation, operation)

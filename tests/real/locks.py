@@ -55,7 +55,7 @@ def hook(version: str) -> None:
         cls = getattr(__import__(module, fromlist=[name]), name)
         for method in methods:
             if not hooks.is_hooked(cls, method):
-                hooks._wrap(cls, method, tree_locks)
+                setattr(cls, method, hooks._hooked(vars(cls)[method], getattr(tree_locks, method)))
         if not hasattr(cls.reset, "tells_ledger"):
             _tell_of_flushes(cls)
 
