@@ -201,7 +201,11 @@ def _process_title() -> str:
 
 def _fault_counts(tally: Tally) -> dict[str, int]:
     counts = {f"violations.{fault.value}": n for fault, n in list(tally.violations.items())}
-    return counts | {"host_waits": tally.waits, "unhooked_writes": tally.unhooked_writes}
+    return counts | {
+        "host_waits": tally.waits,
+        "unhooked_writes": tally.unhooked_writes,
+        "recomputed": tally.recomputed,
+    }
 
 
 @functools.cache

@@ -179,9 +179,11 @@ def _while_running(original: Method) -> Method:
         except _NotCached:
             tree.disable = True
             try:
-                return original(tree, req, *args, **kwargs)
+                done = original(tree, req, *args, **kwargs)
             finally:
                 tree.disable = False
+            _own_prefix(req)
+            return done
         finally:
             book.request = book.allocated = None
             book.goes_on, book.floor = False, 0
@@ -191,6 +193,17 @@ def _while_running(original: Method) -> Method:
 
 cache_unfinished_req = Factory(_while_running)
 checkpoint_into_tree = Factory(_while_running)
+
+
+def _own_prefix(req: Any) -> None:
+    """Give a request a copy of the prefix that it goes on after.
+
+    A disabled tree hands out a view of its row, in the row's narrow numbers; whoever writes the row
+    of the next chunk reads wide ones from its address.
+    """
+    prefix = getattr(req, "prefix_indices", None)
+    if prefix is not None:
+        req.prefix_indices = prefix.to(torch.int64, copy=True)
 
 
 def _allocated(req: Any) -> int:

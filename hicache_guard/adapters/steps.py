@@ -137,11 +137,11 @@ def process_batch_result(original: Method, scheduler: Any, batch: Any, result: A
         return answer
     if getattr(result, "copy_done", None) is not None:
         result.copy_done.synchronize()  # as the release does first of all
-    again = [req for req in step.judged() if not req.finished()]
+    again = [req for req in step.judged() if _goes_on(req)]
     if not again:
         return original(scheduler, batch, result)
     if step.counts:  # it does not count those of requests that it skips
-        again = [req for req in step.reqs if not req.finished()]
+        again = [req for req in step.reqs if _goes_on(req)]
     waiting = vars(scheduler).setdefault(_AGAIN, {})
     for req in again:
         req.is_retracted = True
@@ -149,6 +149,14 @@ def process_batch_result(original: Method, scheduler: Any, batch: Any, result: A
         waiting.setdefault(req.rid, Again(req, step.batch, computed))
     with _Skipping(scheduler):
         return original(scheduler, batch, result)
+
+
+def _goes_on(req: Any) -> bool:
+    """Whether the release would take a request's token.
+
+    Of the pass that was under way when the request was retracted it would not.
+    """
+    return not (req.finished() or req.is_retracted)
 
 
 @dataclass(frozen=True, eq=False)
@@ -213,8 +221,9 @@ def _retract(scheduler: Any, doomed: list[Again], batches: list[Any]) -> list[An
         listed = {id(each.req) for each in doomed}
         for batch in batches:
             for req in batch.reqs:
-                row = _row(scheduler, req)[: protected(req)]
-                if id(req) not in listed and bool(torch.isin(row, slots).any()):
+                if id(req) in listed or not _goes_on(req):
+                    continue
+                if bool(torch.isin(_row(scheduler, req)[: protected(req)], slots).any()):
                     listed.add(id(req))
                     doomed.append(Again(req, batch, None))
     reqs = [each.req for each in doomed]
@@ -232,12 +241,14 @@ def _retract(scheduler: Any, doomed: list[Again], batches: list[Any]) -> list[An
         told = {"server_args": scheduler.server_args} if "server_args" in arguments else {}
         alone.release_req(0, 0, **told)
         book.never_hits(each.req)
+        book.guard.tally.recomputed += 1
     return reqs
 
 
 def _row(scheduler: Any, req: Any) -> torch.Tensor:
     """The full slots (int64) of a request's tokens, as far as its row says."""
-    row: torch.Tensor = scheduler.req_to_token_pool.req_to_token[req.req_pool_idx]
+    holder = req if hasattr(req, "req_pool_idx") else req.kv
+    row: torch.Tensor = scheduler.req_to_token_pool.req_to_token[holder.req_pool_idx]
     return row.to(torch.int64)
 
 

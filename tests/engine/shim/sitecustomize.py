@@ -1,0 +1,271 @@
+"""What a real SGLang engine lacks on a CPU, for ``attention_backend="triton"``.
+
+First on PYTHONPATH, it is loaded by every process of the engine. No file of SGLang is changed:
+
+* ``sgl_kernel`` has no wheel that runs here: it can be imported, and its names raise when called;
+* the Triton backend is the release's own. Only the two attention kernels at its end, for which
+  Triton's interpreter takes 0.7 s a decode pass, are done in torch, on the slots that the backend
+  hands them (``ENGINE_KERNELS=interpreted`` leaves the kernels);
+* ``get_server_info()`` tells what was read, and what the guard counted;
+* ``ENGINE_FAULT`` is a fault, of those at the end, that befalls one forward pass.
+
+Needs ``TRITON_INTERPRET=1`` and ``SGLANG_USE_CPU_ENGINE=1``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import itertools
+import math
+import os
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import wrapt
+
+#: The kernels that are named by imports which every process makes; 0.5.12 and 0.5.13 need both.
+_ABSENT = ("sgl_kernel", "sgl_kernel.kvcacheio")
+
+#: Calls of attention kernels and the slots that these read, by kind of pass and of layer.
+reads: Counter[str] = Counter()
+
+
+# -- sgl_kernel ----------------------------------------------------------------------------------
+
+
+def _absent(name: str) -> Callable[..., Any]:
+    """An operation that is not there."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def operation(*_args: Any, **_kwargs: Any) -> Any:
+        raise NotImplementedError(f"sgl_kernel.{name} is not there on this machine")
+
+    return operation
+
+
+class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in _ABSENT:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        module = types.ModuleType(spec.name)
+        vars(module)["__getattr__"] = _absent
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+sys.meta_path.append(_Absent())
+
+
+# -- the kernels at the end of the Triton backend ------------------------------------------------
+
+
+def _slots(backend: Any, kind: str, indptr: Any, indices: Any) -> list[Any]:
+    """The slots of each request, out of what the backend gathered for this kind of layer."""
+    gathered = backend.forward_metadata
+    layer = "window" if indices is gathered.window_kv_indices else "full"
+    assert layer == "window" or indices is gathered.kv_indices, "nothing else is read"
+    ends = indptr.tolist()
+    reads[f"{kind}, {layer} layers"] += 1
+    reads[f"{kind}, {layer} slots"] += ends[-1]
+    return [indices[start:end].long() for start, end in itertools.pairwise(ends)]
+
+
+def _attended(q: Any, keys: Any, values: Any, scale: float, window: int = -1) -> Any:
+    """What the last ``len(q)`` of ``len(keys)`` tokens see: those up to ``window`` before each."""
+    import torch
+
+    own = torch.arange(len(keys) - len(q), len(keys))[:, None]
+    other = torch.arange(len(keys))[None, :]
+    seen = (other <= own) & (own - other <= (window if window >= 0 else len(keys)))
+    by_head = [part.movedim(0, 1) for part in (q, keys.to(q.dtype), values.to(q.dtype))]
+    attend = torch.nn.functional.scaled_dot_product_attention
+    found = attend(by_head[0], by_head[1], by_head[2], seen, scale=scale, enable_gqa=True)
+    return found.movedim(1, 0)
+
+
+def _plain(options: dict[str, Any]) -> None:
+    """That nothing is asked of a kernel which is not done here."""
+    asked = {name: options.get(name) for name in ("sinks", "score_mod", "logit_cap", "enable_lean")}
+    assert not any(asked.values()), asked
+
+
+def _decode(
+    backend: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    indptr: Any,
+    indices: Any,
+    _logits: Any,
+    _lse: Any,
+    _splits: Any,
+    _max: Any,
+    scale: float,
+    *_: Any,
+    **options: Any,
+) -> None:
+    _plain(options)
+    for row, slots in enumerate(_slots(backend, "decode", indptr, indices)):
+        out[row : row + 1] = _attended(q[row : row + 1], k[slots], v[slots], scale)
+
+
+def _extend(
+    backend: Any,
+    q: Any,
+    new_k: Any,
+    new_v: Any,
+    out: Any,
+    k: Any,
+    v: Any,
+    starts: Any,
+    indptr: Any,
+    indices: Any,
+    mask: Any,
+    causal: bool,
+    _mask_at: Any,
+    _longest: Any,
+    _k_scale: Any,
+    _v_scale: Any,
+    scale: float | None = None,
+    sliding_window_size: int = -1,
+    **options: Any,
+) -> None:
+    import torch
+
+    _plain(options)
+    assert mask is None, "no drafts"
+    assert causal, "no encoder"
+    bounds = starts.tolist()
+    for row, slots in enumerate(_slots(backend, "extend", indptr, indices)):
+        new = slice(bounds[row], bounds[row + 1])
+        keys, values = torch.cat([k[slots], new_k[new]]), torch.cat([v[slots], new_v[new]])
+        scaled = scale or 1 / math.sqrt(q.shape[-1])
+        out[new] = _attended(q[new], keys, values, scaled, sliding_window_size)
+
+
+def _around(cls: Any, name: str, by: Callable[..., Any]) -> None:
+    """Have ``by`` called instead of a method, with the original first; the guard goes around it."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return by(original, self, *args, **kwargs)
+
+    setattr(cls, name, method)
+
+
+@wrapt.when_imported("sglang.srt.layers.attention.triton_backend")
+def _in_torch(module: Any) -> None:
+    def made(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> None:
+        original(backend, *args, **kwargs)
+        backend.decode_attention_fwd = functools.partial(_decode, backend)
+        backend.extend_attention_fwd = functools.partial(_extend, backend)
+
+    if os.environ.get("ENGINE_KERNELS") != "interpreted":
+        _around(module.TritonAttnBackend, "__init__", made)
+
+
+class _Unpinned(wrapt.ObjectProxy[Any]):
+    """``torch`` for a module that pins memory without asking whether there is a device."""
+
+    def tensor(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return self.__wrapped__.tensor(*args, **kwargs)
+
+
+@wrapt.when_imported("sglang.srt.layers.logits_processor")
+def _unpinned(module: Any) -> None:
+    module.torch = _Unpinned(module.torch)  # 0.5.12: a prompt whose logarithms are asked again
+
+
+# -- the scheduler -------------------------------------------------------------------------------
+
+
+@wrapt.when_imported("sglang.srt.managers.scheduler")
+def _watched(module: Any) -> None:
+    def told(original: Callable[..., Any], scheduler: Any, asked: Any) -> Any:
+        answer = original(scheduler, asked)
+        answer.internal_state["engine"] = {
+            "reads": dict(reads),
+            "overlap": scheduler.enable_overlap,
+            "tree": type(scheduler.tree_cache).__name__,
+            "guard": _counted(scheduler.token_to_kv_pool_allocator),
+        }
+        return answer
+
+    _around(module.Scheduler, "get_internal_state", told)
+    _around(module.Scheduler, "run_batch", _befallen())
+
+
+def _counted(allocator: Any) -> dict[str, Any] | None:
+    """What the guard found, by kind; None where there is none."""
+    from hicache_guard import guard_of
+    from hicache_guard.core.errors import UnguardedError
+
+    try:
+        tally = guard_of(allocator).tally
+    except UnguardedError:
+        return None
+    kinds = {kind.value: count for kind, count in tally.violations.items()}
+    return {"recomputed": tally.recomputed, "violations": kinds}
+
+
+# -- faults ----------------------------------------------------------------------------------------
+
+
+def _befallen() -> Callable[..., Any]:
+    """Let the fault try each forward pass until it says that it did something."""
+    done = False
+
+    def run_batch(
+        original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        nonlocal done
+        # Asked for late: an engine is forked from a process that has imported this.
+        fault = FAULTS.get(os.environ.get("ENGINE_FAULT", ""))
+        done = done or (fault is not None and fault(scheduler, batch))
+        return original(scheduler, batch, *args, **kwargs)
+
+    return run_batch
+
+
+def _free(scheduler: Any, batch: Any, place: int, end: int) -> bool:
+    """Four window slots shortly before ``end`` tokens of a request go to nobody."""
+    row = scheduler.req_to_token_pool.req_to_token[batch.req_pool_indices[place]]
+    scheduler.token_to_kv_pool_allocator.free_swa(row[end - 6 : end - 2].long())
+    return True
+
+
+def _freed(scheduler: Any, batch: Any) -> bool:
+    """Of what a decoding request has generated, which is its own alone."""
+    if not batch.forward_mode.is_decode() or len(batch.reqs[0].output_ids) < 8:
+        return False
+    return _free(scheduler, batch, 0, int(batch.seq_lens[0]) - 1)
+
+
+_begun: set[str] = set()
+
+
+def _chunk(scheduler: Any, batch: Any) -> bool:
+    """Of the first chunk of a long prompt, before the second is computed."""
+    if not batch.forward_mode.is_extend():
+        return False
+    for place, req in enumerate(batch.reqs):
+        if req.rid in _begun:
+            return _free(scheduler, batch, place, batch.prefix_lens[place])
+        _begun.add(req.rid)
+    return False
+
+
+FAULTS = {"freed": _freed, "chunk": _chunk}
