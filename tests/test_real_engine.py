@@ -4,11 +4,11 @@ The engine, its scheduler and its Triton backend are the release's own (``engine
 is right is what each request answers alone, unguarded, with an empty cache and without a fault.
 Where the fault is contained, the release's own check for lost and doubly held KV stays on.
 
-Proved by mutation, each of which makes this fail: no retraction (``steps`` only reports); the token
-of the wrong step taken (no ``is_retracted``; without overlap no ``_Skipping``); what the first
-chunks left in the tree believed on (no ``distrust``); a request that the pass under way dooms again
-retracted twice (no ``_goes_on``, overlap); on 0.5.12 no ``prefix_tree._own_prefix``, so that a
-chunked request goes on after rows that are nobody's.
+Proved by mutation of ``steps``, each of which makes this fail: what is found only reported; the
+token of the wrong step taken (no ``is_retracted``; without overlap no ``_Skipping``); a request that
+the pass under way dooms again retracted twice (no ``_goes_on``, overlap); ``chunked_req`` kept. Of
+``prefix_tree``: no ``_own_prefix`` (0.5.12), so that a chunk goes on after rows that are nobody's.
+What of it is not seen here, ``test_real_computed_again`` shows.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from hicache_guard import checkouts
 
 RELEASES = ("0.5.12", "0.5.15", "0.5.18", "0.5.23")
 FAULTS = ("freed", "chunk")
+#: What a request left in the tree is taken over by one that waits, if anybody lets it.
+SHARED = ("off/overlap/shared", "enforce/overlap/shared")
 WAYS = ("overlap", "normal")
 PLAYS = (
     *(f"enforce/{way}/none" for way in WAYS),
     *(f"{mode}/overlap/{fault}" for fault in FAULTS for mode in ("off", "observe")),
     *(f"enforce/{way}/{fault}" for fault in FAULTS for way in WAYS),
+    *SHARED,
     "strict/normal/freed",
 )
 
@@ -85,6 +88,14 @@ def test_a_dead_window_gives_wrong_answers_and_enforce_the_right_ones(
         # The request; of a chunk, where log-probabilities are asked for, its whole batch, and
         # whoever took over what it left in the tree.
         assert 1 <= row["guard"]["recomputed"] <= (1 if fault == "freed" else 4), (way, row)
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("version", in_ci("0.5.12", "0.5.23", of=RELEASES))
+def test_who_waits_is_not_given_what_was_wrong(version: str, folder: Path) -> None:
+    unguarded, guarded = (_played(version, folder)[play] for play in SHARED)
+    assert unguarded["apart"], "the fault does harm"
+    assert guarded["apart"] == [], guarded
 
 
 @pytest.mark.sglang

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -32,9 +33,8 @@ import model
 
 #: Tokens that mean nothing special to the model.
 WORDS = range(10, model.WORDS)
-#: Tokens of the full pool, and of the longest prompt; chunks are of ``CHUNK``.
-POOL, LONGEST, CHUNK = 1500, 200, 128
-REQUESTS = 8
+#: Tokens of the full pool, of a chunk, and of the longest prompt but one.
+POOL, CHUNK, LONGEST = 1500, 64, 200
 
 
 def imported() -> None:
@@ -72,17 +72,30 @@ def engine(folder: Path, *, overlap: bool) -> Any:
     )
 
 
-def requests() -> list[tuple[list[int], int]]:
-    """Prompts, most of which begin as an earlier one does, and how many tokens to generate."""
+Asked = tuple[list[int], int]
+
+
+def requests() -> list[list[Asked]]:
+    """Prompts that are asked together, and how many tokens each is to generate.
+
+    In the first group the second begins as the first, whose last chunk leaves room for it. The
+    second group is a long prompt for itself. Of the others most begin as an earlier one does.
+    """
     dice = random.Random(0)
+    first, long = (dice.choices(WORDS, k=CHUNK * chunks + 10) for chunks in (3, 5))
+    groups = [[(first, 20), (first[: CHUNK * 3 - 6] + dice.choices(WORDS, k=5), 20)], [(long, 20)]]
     bases = [dice.choices(WORDS, k=dice.randint(LONGEST // 2, LONGEST)) for _ in range(4)]
-    made = []
-    for _ in range(REQUESTS):
-        base = dice.choice(bases)
-        prompt = base[: dice.randint(20, len(base))] + dice.choices(WORDS, k=dice.randint(1, 30))
-        bases[dice.randrange(len(bases))] = prompt[:LONGEST]
-        made.append((prompt[:LONGEST], dice.randint(12, 40)))
-    return made
+    for size in (3, 1, 2):
+        group = []
+        for _ in range(size):
+            base = dice.choice(bases)
+            prompt = base[: dice.randint(20, len(base))] + dice.choices(
+                WORDS, k=dice.randint(1, 30)
+            )
+            bases[dice.randrange(len(bases))] = prompt[:LONGEST]
+            group.append((prompt[:LONGEST], dice.randint(12, 40)))
+        groups.append(group)
+    return groups
 
 
 async def _generated(server: Any, prompt: list[int], count: int) -> dict[str, Any]:
@@ -92,13 +105,11 @@ async def _generated(server: Any, prompt: list[int], count: int) -> dict[str, An
 
 
 def together(server: Any) -> list[dict[str, Any]]:
-    """Every request, in groups of one to four."""
-    dice, asked = random.Random(0), requests()
+    """Every request, group by group."""
 
     async def all_of_them() -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = []
-        while len(answers) < len(asked):
-            group = asked[len(answers) : len(answers) + dice.randint(1, 4)]
+        for group in requests():
             answers += await asyncio.gather(*(_generated(server, *one) for one in group))
         return answers
 
@@ -109,7 +120,7 @@ def together(server: Any) -> list[dict[str, Any]]:
 def alone(server: Any) -> list[dict[str, Any]]:
     """Every request for itself, with an empty cache."""
     found = []
-    for one in requests():
+    for one in itertools.chain.from_iterable(requests()):
         while not server.flush_cache().success:  # the last one is not quite over
             time.sleep(0.01)
         found.append(server.loop.run_until_complete(_generated(server, *one)))
@@ -123,7 +134,7 @@ def play(folder: Path, spelled: str, right: list[list[int]] | None) -> dict[str,
     os.environ |= {"HICACHE_GUARD": mode, "ENGINE_FAULT": fault.replace("none", "")}
     # Where a fault is not contained, or is one to the tree, its own check ends the server when it
     # is idle, and nothing would be answered.
-    contained = mode == "enforce" and fault != "chunk"
+    contained = mode == "enforce" and fault not in ("chunk", "shared")
     os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] = str(contained)
     server = engine(folder, overlap=way == "overlap")
     answers = alone(server) if right is None else together(server)

@@ -254,18 +254,21 @@ def _freed(scheduler: Any, batch: Any) -> bool:
     return _free(scheduler, batch, 0, int(batch.seq_lens[0]) - 1)
 
 
-_begun: set[str] = set()
+def _of_third_chunk(shortest: int, longest: int) -> Callable[[Any, Any], bool]:
+    """Of a prompt's second chunk, which is the tree's by then, before the third is computed."""
+    chunks: Counter[str] = Counter()
 
-
-def _chunk(scheduler: Any, batch: Any) -> bool:
-    """Of the first chunk of a long prompt, before the second is computed."""
-    if not batch.forward_mode.is_extend():
+    def fault(scheduler: Any, batch: Any) -> bool:
+        if not batch.forward_mode.is_extend():
+            return False
+        for place, req in enumerate(batch.reqs):
+            chunks[req.rid] += 1
+            if chunks[req.rid] == 3 and shortest <= len(req.origin_input_ids) <= longest:
+                return _free(scheduler, batch, place, batch.prefix_lens[place])
         return False
-    for place, req in enumerate(batch.reqs):
-        if req.rid in _begun:
-            return _free(scheduler, batch, place, batch.prefix_lens[place])
-        _begun.add(req.rid)
-    return False
+
+    return fault
 
 
-FAULTS = {"freed": _freed, "chunk": _chunk}
+#: ``shared``: the next chunk is the last, and leaves room for a request that begins as this one.
+FAULTS = {"freed": _freed, "chunk": _of_third_chunk(300, 400), "shared": _of_third_chunk(193, 230)}
