@@ -5,10 +5,10 @@ is right is what each request answers alone, unguarded, with an empty cache and 
 Where the fault is contained, the release's own check for lost and doubly held KV stays on.
 
 Proved by mutation of ``steps``, each of which makes this fail: what is found only reported; the
-token of the wrong step taken (no ``is_retracted``; without overlap no ``_Skipping``); a request that
-the pass under way dooms again retracted twice (no ``_goes_on``, overlap); ``chunked_req`` kept. Of
-``prefix_tree``: no ``_own_prefix`` (0.5.12), so that a chunk goes on after rows that are nobody's.
-What of it is not seen here, ``test_real_computed_again`` shows.
+token of the wrong step taken (no ``is_retracted``; without overlap no ``_Skipping``); a request
+that the pass under way dooms again retracted twice (no ``_goes_on``, overlap); ``chunked_req``
+kept. Of ``prefix_tree``: no ``_own_prefix`` (0.5.12), so that a chunk goes on after rows that are
+nobody's. What of it is not seen here, ``test_real_computed_again`` shows.
 """
 
 from __future__ import annotations
