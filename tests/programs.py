@@ -6,6 +6,7 @@ import functools
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,21 @@ def fetched(version: str) -> Path:
 
 
 @functools.cache
+def _zygote(version: str) -> subprocess.Popen[str]:
+    """What forks the programs of a release; it ends when this process does."""
+    environment = checkouts.environment(fetched(version))
+    environment["PYTHONPATH"] += f":{HERE}"
+    return subprocess.Popen(
+        [sys.executable, "-P", str(HERE / "zygote.py")],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+@functools.cache
 def output_of(
     version: str,
     script: str,
@@ -38,12 +54,24 @@ def output_of(
 
     It must end within ``limit`` seconds, and with one of ``statuses``.
     """
-    environment = checkouts.environment(fetched(version))
-    environment["PYTHONPATH"] += f":{HERE}"
-    command = [sys.executable, "-P", str(HERE / script), *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
-    assert done.returncode in statuses, done.stdout[-3000:] + done.stderr[-3000:]
-    return done.stdout
+    zygote = _zygote(version)
+    assert zygote.stdin is not None
+    assert zygote.stdout is not None
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("printed", "errors")]
+        asked = {
+            "script": str(HERE / script),
+            "options": options,
+            "files": [*map(str, files)],
+            "limit": limit,
+        }
+        zygote.stdin.write(json.dumps(asked) + "\n")
+        zygote.stdin.flush()
+        status = json.loads(zygote.stdout.readline())
+        printed, errors = (file.read_text(errors="replace") for file in files)
+    assert status is not None, f"not done within {limit} seconds: {printed[-3000:]}{errors[-3000:]}"
+    assert status in statuses, printed[-3000:] + errors[-3000:]
+    return printed
 
 
 def in_ci(*chosen: str, of: Iterable[str]) -> list[Any]:

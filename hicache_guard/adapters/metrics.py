@@ -66,6 +66,7 @@ METRICS = {
     "violations": Metric("violations", "fault", tuple(fault.value for fault in Fault)),
     "host_waits": Metric("times the host had to wait for the device"),
     "unhooked_writes": Metric("times pool state was found changed although no seam was used"),
+    "recomputed_requests": Metric("requests computed again since they had read a dead window"),
 }
 
 
@@ -204,7 +205,7 @@ def _fault_counts(tally: Tally) -> dict[str, int]:
     return counts | {
         "host_waits": tally.waits,
         "unhooked_writes": tally.unhooked_writes,
-        "recomputed": tally.recomputed,
+        "recomputed_requests": tally.recomputed,
     }
 
 
