@@ -119,7 +119,8 @@ def import_release() -> None:
 
     pools.allocator_classes()
     for seam in running_release().seams:
-        importlib.import_module(seam.module)
+        if not seam.late:
+            importlib.import_module(seam.module)
 
 
 class WholePoolAudit:

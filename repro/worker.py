@@ -71,7 +71,8 @@ def _import_everything() -> None:
     from hicache_guard.adapters.hooks import running_release
 
     for seam in running_release().seams:
-        importlib.import_module(seam.module)
+        if not seam.late:
+            importlib.import_module(seam.module)
 
 
 def _report(key: str, mode: str, route: str) -> None:

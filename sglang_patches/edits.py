@@ -37,9 +37,10 @@ def marker(patch: str) -> str:
     return _MARK + patch
 
 
-def marked(text: str) -> set[str]:
+@functools.lru_cache(maxsize=512)
+def marked(text: str) -> frozenset[str]:
     """Names of the patches whose comments are in a file."""
-    return set(_PRESENT.findall(text))
+    return frozenset(_PRESENT.findall(text))
 
 
 def _changed(patch: str, where: str) -> Misfit:
@@ -113,27 +114,28 @@ class AddImport:
 
     def is_in(self, text: str) -> bool:
         """Whether a file has this import at its top level, ours or not."""
+        return bool(self._places(text))
+
+    def _places(self, text: str) -> list[ast.stmt]:
         (wanted,) = ast.parse(self.statement).body
-        return any(canonical(node) == canonical(wanted) for node in ast.parse(text).body)
+        alike = [node for node in _read(text).body if type(node) is type(wanted)]
+        return [node for node in alike if canonical(node) == canonical(wanted)]
 
     def apply(self, text: str, name: str, patch: str) -> str:
-        module = parse(text)
-        ours = _statements(module, self.statement, patch)
-        if any(_plain([node]) == _plain(ours) for node in module.body):
+        if self._places(text):
             return text
-        above = _length_of_the_head(module)
-        if not above:
+        end = _end_of_the_head(_read(text))
+        if not end:
             raise Misfit("it starts with neither a docstring nor an import to add one below")
-        return module.with_changes(body=[*module.body[:above], *ours, *module.body[above:]]).code
+        return _with_lines(text, end, "", marker(patch), self.statement)
 
     def undo(self, text: str, name: str, patch: str) -> str:
-        module = parse(text)
-        wanted = _plain(_statements(module, self.statement, patch))
-        for place, node in enumerate(module.body):
-            if _is_marked(node, patch) and _plain([node]) == wanted:
-                return module.with_changes(
-                    body=[*module.body[:place], *module.body[place + 1 :]]
-                ).code
+        lines = _lines(text)
+        for node in self._places(text):
+            first, last = node.lineno - 1, node.end_lineno
+            *other, ours = ["", *(line.strip() for line in lines[max(0, first - 2) : first])]
+            if ours == marker(patch) and not other[-1].startswith("#"):
+                return "".join([*lines[: first - 1], *lines[last:]])
         return text
 
 
@@ -147,14 +149,8 @@ class Decorate:
     decorator: str
 
     def apply(self, text: str, name: str, patch: str) -> str:
-        module = parse(text)
-        node = symbol(module, name)
-        ours = cst.Decorator(cst.parse_expression(self.decorator))
-        new = node.with_changes(
-            leading_lines=[*node.leading_lines, cst.EmptyLine(comment=cst.Comment(marker(patch)))],
-            decorators=[ours, *node.decorators],
-        )
-        return _exchange(module, name, node, new)
+        at, indent = _first_line(text, _definition(text, name), name)
+        return _with_lines(text, at, indent, marker(patch), f"@{self.decorator}")
 
     def is_at(self, node: ast.AST) -> bool:
         """Whether a symbol has this decorator, with our comment or without."""
@@ -162,18 +158,12 @@ class Decorate:
         return wanted in map(canonical, getattr(node, "decorator_list", ()))
 
     def undo(self, text: str, name: str, patch: str) -> str:
-        module = parse(text)
-        node = symbol(module, name)
-        if (
-            _comments(node.leading_lines[-1:]) != [marker(patch)]
-            or not node.decorators
-            or not node.decorators[0].decorator.deep_equals(cst.parse_expression(self.decorator))
-        ):
+        at, _ = _first_line(text, _definition(text, name), name)
+        lines = _lines(text)
+        ours = [marker(patch), f"@{self.decorator}"]
+        if at == 0 or [line.strip() for line in lines[at - 1 : at + 1]] != ours:
             raise _changed(patch, f"at {name}")
-        new = node.with_changes(
-            leading_lines=node.leading_lines[:-1], decorators=node.decorators[1:]
-        )
-        return _exchange(module, name, node, new)
+        return "".join([*lines[: at - 1], *lines[at + 1 :]])
 
 
 @dataclass(frozen=True)
@@ -295,17 +285,6 @@ def _is_docstring(node: cst.CSTNode) -> bool:
     )
 
 
-def _length_of_the_head(module: cst.Module) -> int:
-    """How many statements a module starts with that are its docstring or imports."""
-    for place, node in enumerate(module.body):
-        if not (
-            isinstance(node, cst.SimpleStatementLine)
-            and (_is_docstring(node) or isinstance(node.body[0], cst.Import | cst.ImportFrom))
-        ):
-            return place
-    return len(module.body)
-
-
 _Around = tuple[Sequence[Statement], Sequence[Statement]]
 
 
@@ -344,8 +323,62 @@ def _swapped(nodes: Sequence[cst.CSTNode], old: cst.CSTNode, new: object) -> lis
 # ---------------------------------------------------------------- positions
 
 
-def _lines(text: str) -> list[str]:
-    return re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$", text)
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@functools.lru_cache(maxsize=16)
+def _read(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except SyntaxError as error:
+        raise Misfit(f"line {error.lineno} is not Python that can be read") from None
+
+
+def _definition(text: str, name: str) -> Definition:
+    """The definition spelled ``name``; raises Misfit unless there is exactly one."""
+    scope: Sequence[ast.stmt] = _read(text).body
+    for step in name.removeprefix("class ").split("."):
+        found = [each for each in scope if isinstance(each, Definition) and each.name == step]
+        if len(found) != 1:
+            raise Misfit(f"{name} is defined {len(found)} times")
+        scope = found[0].body
+    return found[0]
+
+
+def _first_line(text: str, node: Definition, name: str) -> tuple[int, str]:
+    """The line (from 0) that a definition begins on, with its decorators, and its indentation."""
+    first = min(each.lineno for each in (node, *node.decorator_list)) - 1
+    line = _lines(text)[first]
+    bare = line.lstrip(" \t")
+    if not bare.startswith(("@", "def ", "class ", "async ")):
+        raise Misfit(f"{name} does not begin on a line of its own")
+    return first, line[: len(line) - len(bare)]
+
+
+def _end_of_the_head(module: ast.Module) -> int:
+    """The line (from 1) on which a module's docstring and first imports end; 0 without any."""
+    end = 0
+    for node in module.body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if not (docstring or isinstance(node, ast.Import | ast.ImportFrom)):
+            break
+        end = node.end_lineno or 0
+    return end
+
+
+def _with_lines(text: str, at: int, indent: str, *added: str) -> str:
+    """The text with lines put before line ``at`` (from 0)."""
+    lines = [*_lines(text)]
+    newline = _newline(lines) or "\n"
+    if at == len(lines) and lines and not lines[-1].endswith(("\r", "\n")):
+        lines[-1] += newline
+    ours = [f"{indent}{line}{newline}" for line in added]
+    return "".join([*lines[:at], *ours, *lines[at:]])
+
+
+@functools.lru_cache(maxsize=16)
+def _lines(text: str) -> tuple[str, ...]:
+    return tuple(re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+$", text))
 
 
 def _newline(lines: Sequence[str]) -> str:

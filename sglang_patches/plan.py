@@ -390,9 +390,9 @@ class Tree:
             and edit.is_in(self.base(module))
         )
 
-    def _marks(self, module: str) -> set[str]:
+    def _marks(self, module: str) -> frozenset[str]:
         text = self.text(module)
-        return marked(text) if text is not None else set()
+        return marked(text) if text is not None else frozenset()
 
     def changes(self, names: Collection[str]) -> dict[Path, Change]:
         """What to write so that the tree carries exactly the patches named."""

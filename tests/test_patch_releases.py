@@ -68,12 +68,16 @@ HOME = {
     else "srt/mem_cache/allocator/swa.py"
     for version in NEEDED
 }
-#: What the patches change.
+#: What the patches change, of every release.
+EVERYWHERE = {
+    "srt/layers/attention/flashinfer_backend.py",
+    "srt/layers/attention/triton_backend.py",
+    "srt/managers/schedule_policy.py",
+    "srt/managers/scheduler.py",
+    "srt/session/streaming_session.py",
+}
 FILES = {
-    "0.5.12": {
-        "srt/managers/schedule_policy.py",
-        "srt/session/streaming_session.py",
-    }
+    "0.5.12": EVERYWHERE
     | {
         f"srt/mem_cache/{name}.py"
         for name in (
@@ -86,10 +90,7 @@ FILES = {
             "unified_radix_cache",
         )
     },
-    "0.5.23": {
-        "srt/managers/schedule_policy.py",
-        "srt/session/streaming_session.py",
-    }
+    "0.5.23": EVERYWHERE
     | {
         f"srt/mem_cache/{name}.py"
         for name in (
@@ -99,6 +100,7 @@ FILES = {
             "allocator/token",
             "cache_init_params",
             "deepseek_v4_memory_pool",
+            "kv_index_translator",
             "pure_swa_radix_cache",
             "radix_cache",
             "swa_memory_pool",

@@ -115,7 +115,7 @@ def running() -> Step | None:
 def run_batch(original: Method, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     global _running
     outer, reqs = _running, list(batch.reqs)
-    computed = list(batch.prefix_lens) if batch.forward_mode.is_extend() else None
+    computed = list(batch.prefix_lens or ()) if batch.forward_mode.is_extend() else None
     returns = batch.return_logprob or any(req.return_hidden_states for req in reqs)
     _running = step = Step(batch, reqs, computed, computed is not None and returns)
     try:
@@ -128,7 +128,7 @@ def run_batch(original: Method, scheduler: Any, batch: Any, *args: Any, **kwargs
 
 
 def process_batch_result(original: Method, scheduler: Any, batch: Any, result: Any) -> Any:
-    step = vars(result).pop(_STEP, None)
+    step = getattr(result, "__dict__", {}).pop(_STEP, None)
     if step is None:
         return original(scheduler, batch, result)
     if step.reads[0].link.guard.mode is Mode.OBSERVE:
@@ -145,8 +145,9 @@ def process_batch_result(original: Method, scheduler: Any, batch: Any, result: A
     waiting = vars(scheduler).setdefault(_AGAIN, {})
     for req in again:
         req.is_retracted = True
-        computed = None if step.computed is None else step.computed[step.reqs.index(req)]
+        computed = step.computed[step.reqs.index(req)] if step.computed else None
         waiting.setdefault(req.rid, Again(req, step.batch, computed))
+    step.reads[0].link.guard.tally.recomputed += len(again)
     with _Skipping(scheduler):
         return original(scheduler, batch, result)
 
@@ -212,11 +213,10 @@ def _retract(scheduler: Any, doomed: list[Again], batches: list[Any]) -> list[An
     What was cached of their wrong KV meanwhile is not believed any more, and who took it over is
     retracted with them.
     """
-    book = book_of(scheduler.tree_cache)
-    assert book is not None, "what was read belongs to a guarded pool, and so does the tree"
+    book = book_of(scheduler.tree_cache)  # None of a cache that holds no prefixes
     wrong = [_cached_since(scheduler, each) for each in doomed if each.computed is not None]
     slots = torch.cat(wrong) if wrong else torch.empty(0, dtype=torch.int64)
-    if slots.numel():
+    if book is not None and slots.numel():
         book.guard.distrust(slots)
         listed = {id(each.req) for each in doomed}
         for batch in batches:
@@ -240,8 +240,8 @@ def _retract(scheduler: Any, doomed: list[Again], batches: list[Any]) -> list[An
         arguments = inspect.signature(alone.release_req).parameters
         told = {"server_args": scheduler.server_args} if "server_args" in arguments else {}
         alone.release_req(0, 0, **told)
-        book.never_hits(each.req)
-        book.guard.tally.recomputed += 1
+        if book is not None:
+            book.never_hits(each.req)
     return reqs
 
 
