@@ -54,6 +54,13 @@ HOMES: dict[str, tuple[str, ...]] = {
     "Scheduler": ("sglang.srt.managers.scheduler",),
 }
 
+#: Of classes that do much else, the methods that are looked at; forks change the rest freely.
+ONLY: dict[str, frozenset[str]] = {
+    "Scheduler": frozenset({"run_batch", "process_batch_result", "get_next_batch_to_run"}),
+    "FlashInferIndicesUpdaterDecode": frozenset({"call_begin_forward"}),
+    "FlashInferIndicesUpdaterPrefill": frozenset({"call_begin_forward"}),
+}
+
 MODULES = tuple(dict.fromkeys(module for homes in HOMES.values() for module in homes))
 
 _TABLE = Path(__file__).with_name("fingerprints.json")
@@ -66,6 +73,11 @@ def modules_of(symbol: str) -> tuple[str, ...]:
 
 def _class_of(symbol: str) -> str:
     return symbol.removeprefix("class ").split(".")[0]
+
+
+def _is_looked_at(symbol: str) -> bool:
+    only = ONLY.get(_class_of(symbol))
+    return only is None or symbol.startswith("class ") or symbol.partition(".")[2] in only
 
 
 @functools.cache
@@ -101,7 +113,7 @@ def measure(modules: Mapping[str, Iterable[tuple[str, ast.AST]]]) -> dict[str, s
             for name, node in pairs
             # Of a whole class nothing is kept: its header and its methods say more.
             if not isinstance(node, ast.ClassDef) or name.startswith("class ")
-            if module in HOMES.get(_class_of(name), ())
+            if module in HOMES.get(_class_of(name), ()) and _is_looked_at(name)
         ]
         count = Counter(name for name, _ in ours)
         # A property and its setter share a name: nothing can be said about it.
