@@ -118,9 +118,8 @@ def import_release() -> None:
     from hicache_guard.adapters.hooks import running_release
 
     pools.allocator_classes()
-    for seam in running_release().seams:
-        if not seam.late:
-            importlib.import_module(seam.module)
+    for module in running_release().modules:
+        importlib.import_module(module)
 
 
 class WholePoolAudit:

@@ -70,9 +70,8 @@ def _import_everything() -> None:
     """Import each seam now, once, and not in every child."""
     from hicache_guard.adapters.hooks import running_release
 
-    for seam in running_release().seams:
-        if not seam.late:
-            importlib.import_module(seam.module)
+    for module in running_release().modules:
+        importlib.import_module(module)
 
 
 def _report(key: str, mode: str, route: str) -> None:

@@ -406,7 +406,7 @@ def _segment(lines: Sequence[str], node: ast.AST) -> str:
 
 def _expressions(text: str, name: str) -> list[tuple[ast.expr, ast.stmt]]:
     """Every expression in a symbol and the statement that it belongs to."""
-    found = [node for spelled, node in symbols(ast.parse(text)) if spelled == name]
+    found = [node for spelled, node in symbols(_read(text)) if spelled == name]
     if len(found) != 1:
         raise Misfit(f"{name} is defined {len(found)} times")
     pairs: list[tuple[ast.expr, ast.stmt]] = []

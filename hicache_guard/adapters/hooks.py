@@ -137,9 +137,7 @@ def as_patched(release: Release) -> Release:
 
 def _import_what_every_release_has() -> None:
     """Import modules that are seams whatever the release, so that their decorations are seen."""
-    modules = [
-        {seam.module for seam in release.seams if not seam.late} for release in RELEASES.values()
-    ]
+    modules = [set(release.modules) for release in RELEASES.values()]
     for module in sorted(set.intersection(*modules)):
         with suppress(ImportError):
             importlib.import_module(module)

@@ -206,16 +206,19 @@ def _own_prefix(req: Any) -> None:
         req.prefix_indices = prefix.to(torch.int64, copy=True)
 
 
+def field(req: Any, name: str) -> Any:
+    """A field of a request: its own, or (since 0.5.18, more and more) of its KV record."""
+    return getattr(req if hasattr(req, name) else req.kv, name)
+
+
 def _allocated(req: Any) -> int:
     """How many tokens of a request's row have slots."""
-    holder = req if hasattr(req, "kv_allocated_len") else req.kv
-    return int(holder.kv_allocated_len)
+    return int(field(req, "kv_allocated_len"))
 
 
 def protected(req: Any) -> int:
     """How many tokens of a request's row are the tree's."""
-    holder = req if hasattr(req, "cache_protected_len") else req.kv
-    return int(holder.cache_protected_len)
+    return int(field(req, "cache_protected_len"))
 
 
 def _eagle(tree: Any, book: TreeLink) -> bool:

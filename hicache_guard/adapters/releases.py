@@ -58,6 +58,11 @@ class Release:
     resolves_in_group: bool = False
     segment_frees: bool = False
 
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The modules that may be imported for the sake of hooks: of all seams but late ones."""
+        return tuple(dict.fromkeys(seam.module for seam in self.seams if not seam.late))
+
 
 #: Attributes that we stand in for: no class of SGLang has them, its objects do.
 STAND_INS = frozenset({"free_pages"})

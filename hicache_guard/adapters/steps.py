@@ -17,18 +17,18 @@ only if the request was not taken up again.
 from __future__ import annotations
 
 import copy
-import functools
+import dataclasses
 import importlib
 import inspect
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hicache_guard.adapters.link import AllocatorLink, Factory
-from hicache_guard.adapters.prefix_tree import protected
+from hicache_guard.adapters.prefix_tree import field, protected
 from hicache_guard.adapters.tree_link import book_of
 from hicache_guard.core.faults import Fault
 from hicache_guard.core.journal import acting_for
@@ -71,7 +71,7 @@ class Step:
     reqs: list[Any]
     computed: list[int] | None
     counts: bool
-    reads: list[Read] = field(default_factory=list)
+    reads: list[Read] = dataclasses.field(default_factory=list)
 
     def judged(self) -> list[Any]:
         """Report what was read amiss, and give the requests that read it. Waits for the copies."""
@@ -187,7 +187,6 @@ class _Skipping:
 
 
 def _get_next_batch_to_run(original: Method) -> Method:
-    @functools.wraps(original)
     def hooked(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         waiting = vars(scheduler).pop(_AGAIN, None)
         if waiting is None:
@@ -247,8 +246,7 @@ def _retract(scheduler: Any, doomed: list[Again], batches: list[Any]) -> list[An
 
 def _row(scheduler: Any, req: Any) -> torch.Tensor:
     """The full slots (int64) of a request's tokens, as far as its row says."""
-    holder = req if hasattr(req, "req_pool_idx") else req.kv
-    row: torch.Tensor = scheduler.req_to_token_pool.req_to_token[holder.req_pool_idx]
+    row: torch.Tensor = scheduler.req_to_token_pool.req_to_token[field(req, "req_pool_idx")]
     return row.to(torch.int64)
 
 

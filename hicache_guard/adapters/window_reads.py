@@ -12,7 +12,6 @@ one, as while a CUDA graph is captured, nothing is counted; entries are redirect
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -71,7 +70,6 @@ def _call_begin_forward(original: Method) -> Method:
     names = tuple(inspect.signature(original).parameters)[1:]
     decodes = "qo_indptr" not in names
 
-    @functools.wraps(original)
     def hooked(updater: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         if not given.get("use_sliding_window_kv_pool"):
@@ -120,7 +118,6 @@ def _overhear(speculation: Any, reading: Reading) -> None:
 def _update_sliding_window_buffer(original: Method) -> Method:
     names = tuple(inspect.signature(original).parameters)
 
-    @functools.wraps(original)
     def hooked(*args: Any, **kwargs: Any) -> Any:
         given = dict(zip(names, args, strict=False)) | kwargs
         lengths, window = given["seq_lens"], given["sliding_window_size"]
