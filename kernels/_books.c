@@ -28,24 +28,52 @@
 
 /* -- tensors ---------------------------------------------------------------------------------- */
 
-/* Given by prepare(): torch's dtypes, and what makes any tensor one that can be read here. */
-static PyObject *int32_type, *int64_type, *fitted;
+/* What DLPack 1.3 says of a tensor in one call, if its class has a table for that (torch from 2.10); the
+ * layout is that standard's. The numbers are those of the CPU and of signed integers. */
+typedef struct {
+    void *data;
+    int32_t device, device_index, dimensions;
+    uint8_t kind, bits;
+    uint16_t lanes;
+    int64_t *shape, *strides;
+    uint64_t offset;
+} Told;
+
+typedef struct {
+    uint32_t major, minor;
+    void *older, *allocate, *export, *import;
+    int (*tell)(void *tensor, Told *told);
+} Table;
+
+enum { ON_CPU = 1, SIGNED = 0, DLPACK = 1 };
+
+/* Given by prepare(): torch's dtypes, and what makes any tensor one that can be read here; the class of
+ * plain tensors, and what tells of these, if anything. */
+static PyObject *int32_type, *int64_type, *fitted, *plain_type;
+static int (*tell)(void *tensor, Told *told);
 static PyObject *name_dtype, *name_is_cpu, *name_is_contiguous, *name_numel, *name_data_ptr;
 static PyObject *name_device_indices, *name_device_prefix_len, *name_last_device_node;
 static PyObject *name_trees_suspect, *name_compiled, *name_key;
 
+/* prepare(int32, int64, fitted, plain, table): `table` is the class's capsule, or None. */
 static PyObject *prepare(PyObject *self, PyObject *args)
 {
-    PyObject *narrow, *wide, *fit;
+    PyObject *narrow, *wide, *fit, *plain, *capsule;
     (void)self;
-    if (!PyArg_ParseTuple(args, "OOO", &narrow, &wide, &fit))
+    if (!PyArg_ParseTuple(args, "OOOOO", &narrow, &wide, &fit, &plain, &capsule))
         return NULL;
-    Py_INCREF(narrow);
-    Py_INCREF(wide);
-    Py_INCREF(fit);
-    Py_XSETREF(int32_type, narrow);
-    Py_XSETREF(int64_type, wide);
-    Py_XSETREF(fitted, fit);
+    tell = NULL;
+    if (capsule != Py_None) {
+        const Table *table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+        if (!table)
+            return NULL;
+        if (table->major == DLPACK)
+            tell = table->tell;
+    }
+    Py_XSETREF(int32_type, Py_NewRef(narrow));
+    Py_XSETREF(int64_type, Py_NewRef(wide));
+    Py_XSETREF(fitted, Py_NewRef(fit));
+    Py_XSETREF(plain_type, Py_NewRef(plain));
     Py_RETURN_NONE;
 }
 
@@ -89,18 +117,27 @@ static int readable(PyObject *tensor, int *wide)
     return fits;
 }
 
-/* Where the items of a tensor lie. */
-static int locate(PyObject *tensor, Items *items)
+/* Whether a plain tensor can be read as it lies, and was; any other is for read_items() to ask. */
+static int read_told(PyObject *tensor, Items *items)
 {
-    int64_t address;
-    if (as_int64(PyObject_CallMethodNoArgs(tensor, name_data_ptr), &address) < 0)
-        return -1;
-    items->at = (const void *)(intptr_t)address;
-    return 0;
+    Told told;
+    if (!tell || (PyObject *)Py_TYPE(tensor) != plain_type)
+        return 0;
+    if (tell(tensor, &told)) {
+        PyErr_Clear();
+        return 0;
+    }
+    if (told.device != ON_CPU || told.dimensions != 1 || told.kind != SIGNED || told.lanes != 1 ||
+        (told.bits != 32 && told.bits != 64) || (told.strides && told.strides[0] != 1))
+        return 0;
+    *items = (Items){(char *)told.data + told.offset, told.shape[0], told.bits == 64, Py_NewRef(tensor)};
+    return 1;
 }
 
 static int read_items(PyObject *tensor, Items *items)
 {
+    if (read_told(tensor, items))
+        return 0;
     int fits = readable(tensor, &items->wide);
     if (fits < 0)
         return -1;
@@ -120,11 +157,13 @@ static int read_items(PyObject *tensor, Items *items)
             return -1;
         }
     }
+    int64_t address;
     if (as_int64(PyObject_CallMethodNoArgs(tensor, name_numel), &items->count) < 0 ||
-        locate(tensor, items) < 0) {
+        as_int64(PyObject_CallMethodNoArgs(tensor, name_data_ptr), &address) < 0) {
         Py_DECREF(tensor);
         return -1;
     }
+    items->at = (const void *)(intptr_t)address;
     items->kept = tensor;
     return 0;
 }
@@ -178,38 +217,6 @@ typedef struct {
     int32_t page, born;
 } Ended;
 
-/* How many nodes' slots are remembered, each where its address says, and of how many slots at most:
- * they are kept alive meanwhile. Tests have fewer nodes. */
-#ifndef NODES
-#define NODES 512
-#endif
-#define NODE_SLOTS (1 << 13)
-
-/* A tensor of int64 that can be read as it lies, and how many items it has. Nobody resizes a mapping or a
- * node's slots in place; where they lie is asked each time. */
-typedef struct {
-    PyObject *tensor;
-    int64_t count;
-} Known;
-
-static int read_known(const Known *known, Items *items)
-{
-    *items = (Items){.kept = Py_NewRef(known->tensor), .wide = 1, .count = known->count};
-    if (locate(items->kept, items) < 0) {
-        Py_CLEAR(items->kept);
-        return -1;
-    }
-    return 0;
-}
-
-static void remember(Known *known, PyObject *tensor, const Items *items)
-{
-    if (items->kept != tensor || !items->wide)
-        return;
-    known->count = items->count;
-    Py_XSETREF(known->tensor, Py_NewRef(tensor));
-}
-
 enum { FULL, WINDOW };
 enum { BORN_FULL, BORN_WINDOW, NAMED, STAMP, OWNER, SINCE, ARRAYS };
 
@@ -228,8 +235,6 @@ typedef struct {
     int64_t written;
     int in_tree;  /* whether a prefix tree's own method runs */
     int betrayed; /* whether somebody else freed the window side of what a tree holds */
-    Known mapping;      /* the one that was read last */
-    Known nodes[NODES]; /* slots of tree nodes */
 } Books;
 
 static int take_array(Books *self, int which, PyObject *from)
@@ -296,9 +301,6 @@ static void books_dealloc(PyObject *object)
     for (int which = 0; which < ARRAYS; which++)
         if (self->views[which].obj)
             PyBuffer_Release(&self->views[which]);
-    Py_XDECREF(self->mapping.tensor);
-    for (int k = 0; k < NODES; k++)
-        Py_XDECREF(self->nodes[k].tensor);
     PyMem_Free(self->ended);
     PyMem_Free(self->touches);
     PyMem_Free(self->runs);
@@ -879,6 +881,10 @@ static PyObject *adopted(PyObject *object, PyObject *const *args, Py_ssize_t giv
     return answer(&read, 1);
 }
 
+/* How many slots the processor is asked for ahead of a look, and how many entries it fetches at once. */
+#define MOST_AHEAD 256
+#define AT_A_TIME 8
+
 /* How many slots are looked at together; tests have smaller pools. */
 #ifndef TOGETHER
 #define TOGETHER 16
@@ -931,11 +937,32 @@ static inline int64_t left_together(const View *view, int64_t slot, int64_t entr
     return left < room ? left : room;
 }
 
+/* Ask for the memory that holds() is about to read, all at once: a match that splits a node is the first
+ * to look at its slots, and each line would be waited for in turn. */
+static void fetch_ahead(const View *view, const Items *slots, const Items *mapping, int64_t rows,
+                        int64_t need)
+{
+    int64_t start = slots->count - (need < MOST_AHEAD ? need : MOST_AHEAD);
+    for (int64_t k = start; k < slots->count; k += AT_A_TIME) {
+        int64_t slot = clamp(item(slots, k), rows);
+        __builtin_prefetch((const int64_t *)mapping->at + slot);
+        __builtin_prefetch(view->stamp + slot);
+        if (view->size == 1) {
+            __builtin_prefetch(view->born[FULL] + slot);
+            __builtin_prefetch(view->since + slot);
+        }
+    }
+    for (int64_t k = start; k < slots->count; k += AT_A_TIME)
+        __builtin_prefetch(view->owner +
+                           clamp(item(mapping, clamp(item(slots, k), rows)), view->owners - 1));
+}
+
 /* Whether a tree holds the last `need` of `slots`, which are as many, still as it took them over. The
  * stamp of a page that is free is less than what it was born as. */
 static int holds(const View *view, const Items *slots, const Items *mapping, int64_t need)
 {
     int64_t rows = (mapping->count < view->stamps ? mapping->count : view->stamps) - 1;
+    fetch_ahead(view, slots, mapping, rows, need);
     for (int64_t k = slots->count - need; k < slots->count;) {
         int64_t slot = item(slots, k), page = live_page(view, slot);
         if (!page || slot >= rows)
@@ -961,30 +988,6 @@ static int holds(const View *view, const Items *slots, const Items *mapping, int
     return 1;
 }
 
-/* The mapping, for the time of one call; -1 for errors. */
-static int read_mapping(Books *self, PyObject *tensor, Items *mapping)
-{
-    if (tensor == self->mapping.tensor)
-        return read_known(&self->mapping, mapping);
-    if (read_items(tensor, mapping) < 0)
-        return -1;
-    remember(&self->mapping, tensor, mapping);
-    return 0;
-}
-
-/* The slots of a tree node, which gives the same tensor each time, for one call; -1 for errors. */
-static int read_node(Books *self, PyObject *tensor, Items *slots)
-{
-    Known *known = &self->nodes[(uintptr_t)tensor / 16 % NODES];
-    if (known->tensor == tensor)
-        return read_known(known, slots);
-    if (read_items(tensor, slots) < 0)
-        return -1;
-    if (slots->count <= NODE_SLOTS)
-        remember(known, tensor, slots);
-    return 0;
-}
-
 /* What a node's slots are known by, below 0: the first of them, and since when a tree holds its page. */
 static int64_t name_of(const View *view, const Items *slots)
 {
@@ -993,97 +996,55 @@ static int64_t name_of(const View *view, const Items *slots)
     return -1 - (clamp(first, INT32_MAX) << 31 | since);
 }
 
-/* Whether a tree holds the last `need` slots of one tensor, a node's if `node`: 1 or 0; its name for
- * fewer, of a tensor that is the last of `parts` only where it holds these; 2 for errors. */
-static int64_t held_of(Books *self, const View *view, PyObject *tensor, const Items *mapping,
-                       int64_t need, int node, int parts, int64_t *count)
-{
-    Items slots = {0};
-    if ((node ? read_node(self, tensor, &slots) : read_items(tensor, &slots)) < 0)
-        return 2;
-    *count = slots.count;
-    int some = need > slots.count;
-    int64_t right = some && !parts ? 1 : holds(view, &slots, mapping, some ? slots.count : need);
-    if (some && right)
-        right = name_of(view, &slots);
-    Py_DECREF(slots.kept);
-    return right;
-}
-
-/* Whether a tree holds the last `need` slots of a list of tensors that lie one after the other, the last
- * first: 1 or 0, or below 0 where one is None, or all but the last are not `total` slots; 2 for errors. */
-static int64_t held_in(Books *self, const View *view, PyObject *parts, const Items *mapping, int64_t need,
-                       int64_t total)
-{
-    int64_t right = -1, count = 0;
-    for (Py_ssize_t k = 0; k < PyList_GET_SIZE(parts); k++) {
-        PyObject *part = PyList_GET_ITEM(parts, k);
-        if (part == Py_None)
-            return -1;
-        right = held_of(self, view, part, mapping, need, 1, 1, &count);
-        if (right == 0 || right == 2)
-            return right;
-        need -= count < need ? count : need;
-        total -= k ? count : 0;
-    }
-    return right == 1 && total ? -1 : right;
-}
-
-/* held(slots, mapping, need[, total]): 1 where a tree holds the last `need` of `slots` still as it took
- * them over, window side and all; 0 where not; for fewer slots a number below 0 by which the caller
- * may know them again for as long as a tree holds the first. With `total` they are a list of tensors
- * that lie one after the other, the last first; below 0 as well where one is None, or all but the last
- * are not `total` slots. */
+/* held(slots, mapping, need): 1 where a tree holds the last `need` of `slots` still as it took them over,
+ * window side and all; 0 where not; for fewer slots a number below 0 by which the caller may know them
+ * again for as long as a tree holds the first. */
 static PyObject *held(PyObject *object, PyObject *const *args, Py_ssize_t given)
 {
-    Books *self = (Books *)object;
-    if (given != 3 && !(given == 4 && PyList_Check(args[0])))
-        return PyErr_Format(PyExc_TypeError, "held takes slots, or a list of them and their count");
-    int64_t need = PyLong_AsLongLong(args[2]), total = given == 4 ? PyLong_AsLongLong(args[3]) : 0;
-    if (PyErr_Occurred())
-        return NULL;
-    Items mapping = {0};
-    if (read_mapping(self, args[1], &mapping) < 0)
-        return NULL;
+    READ(2, 1)
+    const Items *slots = &read.items[0], *mapping = &read.items[1];
     const View view = view_of(self);
-    int64_t count, right = 0;
-    if (need >= 0 && is_mapping(&mapping))
-        right = given == 3 ? held_of(self, &view, args[0], &mapping, need, 0, 0, &count)
-                           : held_in(self, &view, args[0], &mapping, need, total);
-    Py_XDECREF(mapping.kept);
-    return right == 2 ? NULL : PyLong_FromLongLong(right);
+    int64_t need = read.number[0], right = 0;
+    if (need >= 0 && is_mapping(mapping))
+        right = need > slots->count ? name_of(&view, slots) : holds(&view, slots, mapping, need);
+    let_go(&read);
+    return PyLong_FromLongLong(right);
 }
 
-/* The last `need` slots of a path whose last node has the slots `last`, which are fewer: as held_in(), if
- * `tails` tells by their `name` which nodes come before it, and how many slots these have. */
-static int64_t held_before(Books *self, const View *view, PyObject *last, int64_t name,
-                           const Items *mapping, int64_t need, PyObject *value_of, PyObject *full,
-                           PyObject *tails)
+/* Whether a tree holds the last `need` slots of a path whose last node has the slots `last`, which are
+ * fewer: 1 or 0. `tails` tells by their name which nodes come before it, and how many slots these have;
+ * below 0 where it does not, or they have not as many; 2 for errors. */
+static int64_t held_before(const View *view, const Items *last, const Items *mapping, int64_t need,
+                           PyObject *value_of, PyObject *full, PyObject *tails)
 {
-    PyObject *key = PyLong_FromLongLong(name), *nodes, *parts;
+    PyObject *key = PyLong_FromLongLong(name_of(view, last)), *nodes;
     PyObject *tail = key ? PyDict_GetItemWithError(tails, key) : NULL;
     Py_XDECREF(key);
     if (!tail)
         return PyErr_Occurred() ? 2 : -1;
     int64_t total;
-    if (!PyArg_ParseTuple(tail, "O!L", &PyList_Type, &nodes, &total))
+    if (!PyArg_ParseTuple(tail, "O!L", &PyTuple_Type, &nodes, &total))
         return 2;
-    nodes = PyList_AsTuple(nodes); /* whoever is asked may change the list */
-    parts = nodes ? PyList_New(1 + PyTuple_GET_SIZE(nodes)) : NULL;
-    if (parts)
-        PyList_SET_ITEM(parts, 0, Py_NewRef(last));
-    for (Py_ssize_t k = 0; parts && k < PyTuple_GET_SIZE(nodes); k++) {
+    Py_INCREF(nodes); /* whoever is asked may forget it */
+    int64_t right = holds(view, last, mapping, last->count);
+    need -= last->count;
+    for (Py_ssize_t k = 0; right == 1 && k < PyTuple_GET_SIZE(nodes); k++) {
         PyObject *const asked[] = {PyTuple_GET_ITEM(nodes, k), full};
         PyObject *part = PyObject_Vectorcall(value_of, asked, 2, NULL);
-        if (part)
-            PyList_SET_ITEM(parts, k + 1, part);
+        Items slots = {0};
+        if (!part || part == Py_None)
+            right = part ? -1 : 2;
+        else if (read_items(part, &slots) < 0)
+            right = 2;
         else
-            Py_CLEAR(parts);
+            right = holds(view, &slots, mapping, need < slots.count ? need : slots.count);
+        need -= need < slots.count ? need : slots.count;
+        total -= slots.count;
+        Py_XDECREF(slots.kept);
+        Py_XDECREF(part);
     }
-    int64_t right = parts ? held_in(self, view, parts, mapping, need, total) : 2;
-    Py_XDECREF(parts);
-    Py_XDECREF(nodes);
-    return right;
+    Py_DECREF(nodes);
+    return right == 1 && (need || total) ? -1 : right;
 }
 
 /* The slots of a match that says which, or of its last node; how many tokens are matched. NULL without
@@ -1118,25 +1079,27 @@ typedef struct {
 /* The length of a match that is proved; -1 where that cannot be said, -2 for errors. */
 static int64_t proved_length(Books *self, PyObject *match, PyObject *tensor, const Way *way)
 {
-    int64_t length = -1, right = 0, count;
+    int64_t length = -1, right = 0;
     PyObject *slots = slots_of_match(match, way->value_of, way->full, &length);
     if (!slots)
         return PyErr_Occurred() ? -2 : length ? -1 : 0;
-    Items mapping = {0};
-    if (read_mapping(self, tensor, &mapping) < 0) {
+    Items mapping = {0}, last = {0};
+    int node = way->value_of != Py_None;
+    if (read_items(tensor, &mapping) < 0 || read_items(slots, &last) < 0) {
+        Py_XDECREF(mapping.kept);
         Py_DECREF(slots);
         return -2;
     }
     const View view = view_of(self);
     int64_t need = way->window < length ? way->window : length;
     if (need >= 0 && is_mapping(&mapping)) {
-        int node = way->value_of != Py_None;
-        right = held_of(self, &view, slots, &mapping, need, node, 0, &count);
-        if (right < 0 && node)
-            right = held_before(self, &view, slots, right, &mapping, need, way->value_of, way->full,
-                                way->tails);
+        if (need <= last.count)
+            right = holds(&view, &last, &mapping, need);
+        else if (node)
+            right = held_before(&view, &last, &mapping, need, way->value_of, way->full, way->tails);
     }
-    Py_XDECREF(mapping.kept);
+    Py_DECREF(last.kept);
+    Py_DECREF(mapping.kept);
     Py_DECREF(slots);
     return right == 2 ? -2 : right == 1 ? length : -1;
 }

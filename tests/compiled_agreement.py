@@ -43,6 +43,10 @@ HOSTILE = {torch.int32: (-(2**31), -5, -1, 2**31 - 1), torch.int64: (-(2**62), -
 SERIAL = 33
 
 
+class Odd(torch.Tensor):
+    """As good as any other, but no plain one."""
+
+
 class Pair:
     """One pair of pools in the books of both, in one random state."""
 
@@ -125,12 +129,17 @@ class Pair:
                 self.mapping[slot] = self.mapping[slot + self.size]
 
     def some(self, rows: list[int], *, wild: float = 0.04) -> torch.Tensor:
-        """``rows`` as a caller may hold them: of either type, perhaps strided, perhaps hostile."""
+        """``rows`` as a caller may hold them: of either type, perhaps strided, perhaps hostile.
+
+        A tensor of a class of its own is asked what it is in the way of Python.
+        """
         dice = self.dice
         dtype = dice.choice((torch.int32, torch.int64))
         rows = [dice.choice(HOSTILE[dtype]) if dice.random() < wild else row for row in rows]
         found = torch.tensor(rows, dtype=dtype)
-        return found.repeat_interleave(2)[::2] if dice.random() < 0.2 else found
+        if dice.random() < 0.2:
+            found = found.repeat_interleave(2)[::2]
+        return found.as_subclass(Odd) if dice.random() < 0.3 else found
 
     def pages(self) -> list[int]:
         """A few different full pages, now and then one of them again, or page 0."""
@@ -273,7 +282,7 @@ def _adoption(pair: Pair) -> Any:
 
 
 def _match(pair: Pair) -> Any:
-    """The tail of a path, in one piece or in parts; and pieces that are not enough."""
+    """The tail of a path; and one that is not enough."""
     dice, row = pair.dice, _row(pair)
     if not len(row):
         return None
@@ -281,17 +290,7 @@ def _match(pair: Pair) -> Any:
     before = pair.state(pair.compiled)
     tail = row[len(row) - need :].long()
     wrong = need > 0 and raises(lambda: pair.torch.prove_prefixes([tail], need))
-    if dice.random() < 0.5:
-        answer = pair.books.held(row, pair.mapping, need)
-    else:
-        cut = dice.randint(0, len(row))
-        parts: list[torch.Tensor | None] = [row[cut:], row[:cut]]
-        answer = pair.books.held(parts, pair.mapping, need, cut)
-        off = dice.choice((-1, 1))
-        if answer == 1 and pair.books.held(parts, pair.mapping, need, cut + off) >= 0:
-            return "a path of another length"
-        if need and pair.books.held([row[:0], None, row], pair.mapping, need, len(row)) > 0:
-            return "a part that is not there"
+    answer = pair.books.held(row, pair.mapping, need)
     name = pair.books.held(row, pair.mapping, len(row) + 1)
     since = int(pair.torch.witness.since[pair.torch.full.pages_of(row[:1].long())])
     if name != -1 - (min(max(int(row[0]), 0), 2**31 - 1) << 31 | since):
@@ -329,16 +328,20 @@ def _whole_match(pair: Pair) -> Any:
     last = nodes.pop(count)
     match = SimpleNamespace(device_indices=row, device_prefix_len=len(row))
     match.last_device_node = True if kind == "odd node" else 0
-    tails: dict[int, tuple[list[Any], int]] = {}
-    told = dice.choice(("all", "all", "off", "none"))
+    tails: dict[int, tuple[tuple[Any, ...], int]] = {}
+    told = dice.choice(("all", "all", "few", "off", "gone", "none"))
+    before_last = range(count - 1, told == "few", -1)
+    earlier = sum(len(nodes[node]) for node in before_last)
+    enough = told == "all" or (told == "few" and len(last) + earlier >= len(tail))
     if kind in ("node", "odd node") and told != "none":
         name = pair.books.held(last, pair.mapping, len(last) + 1)
-        earlier = sum(map(len, nodes.values())) + (told == "off")
-        tails[name] = [*range(count - 1, 0, -1)], earlier
+        tails[name] = tuple(before_last), earlier + (told == "off")
 
     def value_of(node: int, part: str) -> torch.Tensor | None:
         assert part == "full"
-        return nodes[node] if node else None if kind == "no slots" else last
+        if node:
+            return None if told == "gone" else nodes[node]
+        return None if kind == "no slots" else last
 
     # Of slots, nobody is asked.
     asked = None if kind == "slots" else value_of
@@ -348,7 +351,7 @@ def _whole_match(pair: Pair) -> Any:
     if (found := _look(pair, match, window, asked, tails, answer)) is not None:
         return found
     short = kind == "node" and len(last) < len(tail)
-    if kind in ("odd node", "no slots") or (short and told != "all"):
+    if kind in ("odd node", "no slots") or (short and not enough):
         return None if answer == -1 else f"{kind}, {told}: {answer}"
     if answer not in (-1, len(row)):
         return f"a match of {len(row)} tokens is said to have {answer}"
@@ -580,8 +583,6 @@ CHANGES |= {
     "alone: full recycled": ("bad |= (stamp[j] < born[j]) |", "bad |="),
     "alone: renewed since": (" | (stamp[j] > since[j]) |\n", " |\n"),
     "alone: owner": (" |\n                   (owner[j] != (int32_t)slot + j);", ";"),
-    "another node's slots": ("if (known->tensor == tensor)", "if (known->tensor)"),
-    "narrow slots known": (" || !items->wide)\n        return;", ")\n        return;"),
     "books that are not enough": ("    if (suspect)\n        return suspect < 0 ? -1 : 0;", ""),
     "other books": ("PyDict_Clear(self->way.tails);", ""),
     "virtual nodes": ("if (!able || odd)", "if (!able)"),
@@ -589,27 +590,33 @@ CHANGES |= {
     "misses": ("self->misses += length == 0;", ""),
     "tokens asked for": ("self->asked_tokens += asked;", "self->asked_tokens += length;"),
     "tokens used": ("self->hit_tokens += length;", "self->hit_tokens += asked;"),
-    "parts count": ("return right == 1 && total ? -1 : right;", "return right;"),
+    "parts count": ("return right == 1 && (need || total) ? -1 : right;",
+                    "return right == 1 && need ? -1 : right;"),
+    "parts that are not enough": ("return right == 1 && (need || total) ? -1 : right;",
+                                  "return right == 1 && total ? -1 : right;"),
     "window of a match": ("need = way->window < length ? way->window : length;",
                           "need = way->window;"),
     "nothing known of what comes before": ("return PyErr_Occurred() ? 2 : -1;\n    int64_t total;",
                                            "return PyErr_Occurred() ? 2 : 1;\n    int64_t total;"),
-    "parts that are shorter": ("some && !parts ? 1 : holds", "some ? 1 : holds"),
-    "one slot less over parts": ("need -= count < need ? count : need;",
-                                 "need -= count < need ? count + !k : need;"),
+    "last part": ("int64_t right = holds(view, last, mapping, last->count);",
+                  "int64_t right = 1;"),
+    "parts before": ("            right = holds(view, &slots, mapping, need < slots.count ? need : "
+                     "slots.count);", "            right = 1;"),
     "answer": ("right == 1 ? length : -1;", "right ? length : -1;"),
-    "node before": ("if (right < 0 && node)", "if (0)"),
+    "node before": ("else if (node)\n            right =", "else if (0)\n            right ="),
     "another kind of node": ("if (node && PyLong_CheckExact(node))", "if (node)"),
     "slots that are gone": ("if (slots == Py_None)\n            Py_CLEAR(slots);", ""),
     "no match": ("? -2 : length ? -1 : 0;", "? -2 : -1;"),
-    "first part not counted": ("total -= k ? count : 0;", "total -= count;"),
     "name of a slot": ("-1 - (clamp(first, INT32_MAX) << 31 | since)", "-1 - since"),
     "name of a generation": ("-1 - (clamp(first, INT32_MAX) << 31 | since)",
                              "-1 - (clamp(first, INT32_MAX) << 31)"),
-    "part that is gone": ("        if (part == Py_None)\n            return -1;\n",
-                          "        if (part == Py_None)\n            continue;\n"),
-    "need goes down": ("need -= count < need ? count : need;", ""),
-    "fewer": ("if (some && right)\n        right", "if (0)\n        right"),
+    "part that is gone": ("if (!part || part == Py_None)\n            right = part ? -1 : 2;",
+                          "if (!part)\n            right = 2;"),
+    "need goes down": ("need -= need < slots.count ? need : slots.count;", ";"),
+    "need of the last goes down": ("need -= last->count;", ";"),
+    "fewer": ("right = need > slots->count ? name_of(&view, slots) :", "right ="),
+    "strides told": (" || (told.strides && told.strides[0] != 1))", ")"),
+    "widths told": ("told.shape[0], told.bits == 64,", "told.shape[0], 1,"),
 }  # fmt: skip
 
 SEEDS = range(1200)
@@ -620,13 +627,12 @@ def _build(source: str, folder: Path) -> ModuleType:
     file.write_text(source)
     library = folder / "_books.so"
     include = sysconfig.get_paths()["include"]
-    # Few slots together and few nodes known, as there are in pools of ten pages.
+    # Few slots together, as there are in pools of ten pages.
     command = [
         "cc",
         "-std=c11",
         "-O0",
         "-DTOGETHER=2",
-        "-DNODES=1",
         "-fPIC",
         "-shared",
         f"-I{include}",
@@ -638,9 +644,7 @@ def _build(source: str, folder: Path) -> ModuleType:
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    module.prepare(
-        torch.int32, torch.int64, lambda items: items.to("cpu", torch.int64).contiguous()
-    )
+    module.prepare(*compiled.PREPARED)
     return module
 
 

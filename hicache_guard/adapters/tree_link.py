@@ -75,7 +75,7 @@ class TreeLink:
         self.whole: set[tuple[Any, int]] = set()
         self._marked = (-1, -1, 0)
         #: What comes before nodes that are shorter than the window; see ``proved_later``.
-        self.tails: dict[int, tuple[list[Any], int]] = {}
+        self.tails: dict[int, tuple[tuple[Any, ...], int]] = {}
         self._named_by: Books | None = None
         #: Whether a match (a result, and the parameters) is proved at once; it is counted then.
         self.at_once: Callable[[Any, Any], bool] = self._found_at_once
@@ -178,18 +178,19 @@ class TreeLink:
         books = self.guard.compiled
         if books is None or self.guard.trees_suspect or self.gives_slots:
             return False
-        length, node = result.device_prefix_len, result.last_device_node
-        if not self.holds(self.path_to(node)[:length], length):
-            return False
+        node = result.last_device_node
         last = self.value_of(node, self.full)
         if last is not None:
             if len(self.tails) >= MAX_REMEMBERED:
                 self.tails.clear()
             name = books.held(last, self.state[MAPPING], last.shape[0] + 1)
             self.tails[name] = self._find_tail(node)
-        return True
+            if self.proved_at_once(result) >= 0:
+                return True
+        length = result.device_prefix_len
+        return self.holds(self.path_to(node)[:length], length)
 
-    def _find_tail(self, node: Any) -> tuple[list[Any], int]:
+    def _find_tail(self, node: Any) -> tuple[tuple[Any, ...], int]:
         """The nodes before the last of a path, the last first, for a window; and their slots.
 
         None where a core does not tell of its paths, or they are many.
@@ -202,7 +203,7 @@ class TreeLink:
                 total += span.path_end - span.path_start
                 if total >= self.need or len(nodes) > MAX_TAIL:
                     break
-        return (nodes, total) if len(nodes) <= MAX_TAIL else ([], 0)
+        return (tuple(nodes), total) if len(nodes) <= MAX_TAIL else ((), 0)
 
     def never_hits(self, req: Any) -> None:
         """From now on a request's matches end at the root."""

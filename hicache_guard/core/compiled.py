@@ -31,10 +31,20 @@ try:
 except ImportError:
     _books = _steps = None
 else:
-    # How it knows a tensor that it can read as it lies, and makes one of any other.
-    _books.prepare(
-        torch.int32, torch.int64, lambda items: items.to("cpu", torch.int64).contiguous()
+
+    def _fitted(items: torch.Tensor) -> torch.Tensor:
+        return items.to("cpu", torch.int64).contiguous()
+
+    #: How it knows a tensor that it can read as it lies, and makes one of any other; and DLPack's
+    #: table, by which it knows a plain one in a single call.
+    PREPARED = (
+        torch.int32,
+        torch.int64,
+        _fitted,
+        torch.Tensor,
+        getattr(torch.Tensor, "__dlpack_c_exchange_api__", None),
     )
+    _books.prepare(*PREPARED)
 
 #: Set to 0 to run the torch code although the extension is there.
 SWITCH = "HICACHE_GUARD_COMPILED"
@@ -115,17 +125,15 @@ class Books(Protocol):
 
     def held(
         self,
-        slots: torch.Tensor | list[torch.Tensor | None],
+        slots: torch.Tensor,
         mapping: torch.Tensor,
         need: int,
-        total: int = ...,
         /,
     ) -> int:
         """1 where a tree holds the last ``need`` of ``slots`` as it took them over, 0 where not.
 
         Below 0 where there are fewer slots: a number by which they are known again for as long as
-        a tree holds the first of them. With ``total`` the slots come in parts, the last first;
-        below 0 as well where a part is None, or all but the last are not ``total`` slots.
+        a tree holds the first of them.
         """
 
     def proves(
@@ -135,7 +143,7 @@ class Books(Protocol):
         window: int,
         value_of: Callable[[Any, Any], torch.Tensor | None] | None,
         full: Any,
-        tails: dict[int, tuple[list[Any], int]],
+        tails: dict[int, tuple[tuple[Any, ...], int]],
         /,
     ) -> int:
         """The length of a ``match`` whose last ``window`` tokens are ``held``; -1 if unsaid.
@@ -197,7 +205,7 @@ def look(
     window: int,
     value_of: Callable[[Any, Any], torch.Tensor | None] | None,
     full: Any,
-    tails: dict[int, tuple[list[Any], int]],
+    tails: dict[int, tuple[tuple[Any, ...], int]],
 ) -> Look | None:
     """How the matches of a tree are proved by a guard's books; None without any.
 
