@@ -183,9 +183,9 @@ class TreeLink:
         if last is not None:
             if len(self.tails) >= MAX_REMEMBERED:
                 self.tails.clear()
-            name = books.held(last, self.state[MAPPING], last.shape[0] + 1)
-            self.tails[name] = self._find_tail(node)
-            if self.proved_at_once(result) >= 0:
+            mapping = self.state[MAPPING]
+            self.tails[books.held(last, mapping, last.shape[0] + 1)] = self._find_tail(node)
+            if books.proves(result, mapping, self.need, self.value_of, self.full, self.tails) >= 0:
                 return True
         length = result.device_prefix_len
         return self.holds(self.path_to(node)[:length], length)
