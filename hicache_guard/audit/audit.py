@@ -1,0 +1,230 @@
+"""One audit, from the server's identity to a verdict on each scenario.
+
+A server that dies on the way ends it, and what was measured until then stays. Whoever watches is
+told of each step (``Watcher``).
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hicache_guard.audit import judge, play, scenarios, shrink
+from hicache_guard.audit.facts import Facts
+from hicache_guard.audit.judge import Comparison, Judgement, Noise, Verdict
+from hicache_guard.audit.plan import Answer, Ask, Plan
+from hicache_guard.audit.scenarios import Scenario
+from hicache_guard.audit.wire import Wire, WireError
+
+#: Requests whose cold answers are compared with cold readings, and how many run together at most.
+SAMPLES, SHAPES = 48, 4
+#: Plays that a plan may be made smaller by, and seconds.
+TRIES, SECONDS = 60, 60.0
+
+#: The cold log-probabilities of given tokens after a prompt, from somebody else than the server.
+Reference = Callable[[Sequence[int], Sequence[int]], list[float]]
+
+
+class Watcher(Protocol):
+    """Is told how far an audit is."""
+
+    def begins(self, name: str, steps: int) -> None: ...
+
+    def goes_on(self) -> None: ...
+
+    def ends(self, result: Result) -> None: ...
+
+
+@dataclass
+class Result:
+    """What became of one scenario. ``smallest`` still shows its fault, within ``limit``."""
+
+    name: str
+    purpose: str
+    judgement: Judgement
+    plan: Plan | None = None
+    answers: list[Answer] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
+    smallest: Plan | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class Audit:
+    """All that is known at the end; ``broken`` says why there is no more."""
+
+    url: str
+    facts: Facts
+    seed: int
+    noise: Noise | None = None
+    results: list[Result] = field(default_factory=list)
+    broken: str = ""
+    seconds: float = 0.0
+    started: float = field(default_factory=time.time)
+
+    @property
+    def verdict(self) -> Verdict:
+        found = {result.judgement.verdict for result in self.results}
+        order = (Verdict.FAULT, Verdict.NO_HITS, Verdict.NOISE, Verdict.EQUAL)
+        return next((one for one in order if one in found), Verdict.NOT_TESTED)
+
+    @property
+    def asked(self) -> tuple[int, int]:
+        """Requests of the scenarios, and tokens of their prompts and answers."""
+        answers = [answer for result in self.results for answer in result.answers]
+        tokens = sum(len(answer.ask.prompt) + len(answer.output) for answer in answers)
+        return len(answers), tokens
+
+
+@dataclass
+class Auditor:
+    """How an audit is made. ``may_flush``: the server is ours, and its cache may be emptied."""
+
+    wire: Wire
+    facts: Facts
+    watcher: Watcher
+    seed: int = 0
+    may_flush: bool = False
+    reference: Reference | None = None
+
+    def run(self, chosen: Sequence[Scenario]) -> Audit:
+        begun = time.monotonic()
+        audit = Audit(self.wire.url, self.facts, self.seed)
+        try:
+            self._run(chosen, audit)
+        except WireError as error:
+            audit.broken = str(error)
+        except KeyboardInterrupt:
+            audit.broken = "interrupted"
+        audit.seconds = time.monotonic() - begun
+        return audit
+
+    def _run(self, chosen: Sequence[Scenario], audit: Audit) -> None:
+        plans = [
+            (scenario, None if scenario.needs(self.facts) else scenario.plan(self.facts, self.seed))
+            for scenario in chosen
+        ]
+        due = sum(sum(1 for _ in plan.asks()) for _, plan in plans if plan is not None)
+        self._cold(audit, due)
+        assert audit.noise is not None
+        for scenario, plan in plans:
+            if plan is None:
+                why = Judgement(Verdict.NOT_TESTED, scenario.needs(self.facts))
+                self._add(audit, Result(scenario.name, scenario.purpose, why))
+            else:
+                self._scenario(audit, scenario, plan, audit.noise)
+        for name, why in scenarios.UNTRIED.items():
+            self._add(audit, Result(name, "", Judgement(Verdict.NOT_TESTED, why)))
+
+    def _add(self, audit: Audit, result: Result) -> None:
+        audit.results.append(result)
+        self.watcher.ends(result)
+
+    def _cold(self, audit: Audit, due: int) -> None:
+        """Measure the noise; that cold answers agree with each other, and with the reference."""
+        begun = time.monotonic()
+        facts, dice = self.facts, random.Random(f"cold {self.seed}")
+        writer = scenarios.Writer(facts, dice)
+        steps = []
+        while sum(map(len, steps)) < SAMPLES:
+            count = dice.randint(1, min(SHAPES, max(1, facts.running)))
+            lengths = [dice.randint(1, 4 * facts.window) for _ in range(count)]
+            if facts.chunk and dice.random() < 0.25:
+                lengths[0] = facts.chunk + dice.randint(-2, facts.window)
+            steps.append(tuple(writer.ask(writer.tokens(length)) for length in lengths))
+        plan = Plan("cold", self.seed, tuple(steps))
+        self.watcher.begins("cold", 2 * SAMPLES)
+        # All in one part of the cache: nothing is shared but by accident.
+        answers = play.play(self.wire, plan, lambda _answer: self.watcher.goes_on())
+        pairs = play.read_all(self.wire, answers, self.watcher.goes_on)
+        comparisons = [judge.compare(warm, cold) for warm, cold in pairs]
+        audit.noise = judge.noise(
+            [each.largest for each in comparisons], dtype=facts.dtype, comparisons=max(1, due)
+        )
+        found = judge.judge(answers, comparisons, audit.noise)
+        purpose = "Cold answers against cold readings: the noise of this server"
+        self._add(
+            audit,
+            Result("cold", purpose, found, plan, answers, comparisons,
+                   seconds=time.monotonic() - begun),
+        )  # fmt: skip
+        if self.reference is not None:
+            self._against(audit, answers)
+
+    def _against(self, audit: Audit, answers: Sequence[Answer]) -> None:
+        """That cold answers are those of the reference: what cold and warm share would not show."""
+        assert self.reference is not None
+        assert audit.noise is not None
+        begun = time.monotonic()
+        whole = [answer for answer in answers if answer.whole]
+        self.watcher.begins("reference", len(whole))
+        comparisons = []
+        for answer in whole:
+            logprobs = self.reference(answer.ask.prompt, answer.output)
+            other = Answer(answer.ask, answer.output, tuple(logprobs), finish="reference")
+            comparisons.append(judge.compare(answer, other))
+            self.watcher.goes_on()
+        # Another program rounds in its own way: only what no rounding explains is a fault.
+        plain = judge.noise((), dtype=self.facts.dtype, comparisons=len(comparisons))
+        found = judge.judge(whole, comparisons, plain)
+        purpose = "Cold answers against a forward pass of another program"
+        self._add(
+            audit,
+            Result("reference", purpose, found, None, list(whole), comparisons,
+                   seconds=time.monotonic() - begun),
+        )  # fmt: skip
+
+    def _scenario(self, audit: Audit, scenario: Scenario, plan: Plan, noise: Noise) -> None:
+        begun = time.monotonic()
+        count = sum(1 for _ in plan.asks())
+        self.watcher.begins(scenario.name, 2 * count)
+        if self.may_flush:
+            self.wire.flush()
+        answers = play.play(self.wire, plan, lambda _answer: self.watcher.goes_on())
+        comparisons = [
+            judge.compare(warm, cold)
+            for warm, cold in play.read_all(self.wire, answers, self.watcher.goes_on)
+        ]
+        found = judge.judge(answers, comparisons, noise)
+        result = Result(scenario.name, scenario.purpose, found, plan, answers, comparisons)
+        if comparisons and max(each.largest for each in comparisons) > noise.limit:
+            result.smallest = self._smallest(result, noise)
+        result.seconds = time.monotonic() - begun
+        self._add(audit, result)
+
+    def _smallest(self, result: Result, noise: Noise) -> Plan | None:
+        """The smallest plan found that shows the fault; None where it did not come again."""
+        until = time.monotonic() + SECONDS
+        assert result.plan is not None
+
+        def shows(plan: Plan) -> bool:
+            if time.monotonic() > until:
+                return False
+            if self.may_flush:
+                self.wire.flush()
+            answers = play.play(self.wire, plan)
+            return any(
+                judge.compare(warm, cold).largest > noise.limit
+                for warm, cold in play.read_all(self.wire, answers)
+            )
+
+        worst = max(result.comparisons, key=lambda each: each.largest).warm.ask
+        # Most faults show in what a request and those before it did.
+        until_worst = _until(result.plan, worst)
+        for plan in (until_worst, result.plan):
+            if shows(plan):
+                return shrink.shrink(plan, shows, tries=TRIES)
+        return None
+
+
+def _until(plan: Plan, last: Ask) -> Plan:
+    """The steps of a plan up to that of a request."""
+    steps = []
+    for step in plan.steps:
+        steps.append(step)
+        if any(ask.name == last.name for ask in step):
+            break
+    return Plan(plan.scenario, plan.seed, tuple(steps))

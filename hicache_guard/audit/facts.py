@@ -1,0 +1,153 @@
+"""What a server says of itself: the first step of the article's checklist.
+
+Only what its public API tells; what that does not tell is said to be assumed.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hicache_guard.audit.wire import Wire, WireError
+from hicache_guard.core.errors import GuardError
+
+#: What is assumed of a model that does not say.
+WINDOW, VOCABULARY, CONTEXT = 128, 1000, 4096
+
+
+class UnfitError(GuardError):
+    """The server cannot be audited as it was started."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """The engine's identity. Lengths are in tokens; ``assumed`` names what was not told."""
+
+    version: str
+    model: str
+    architecture: str
+    dtype: str
+    window: int
+    page: int
+    chunk: int
+    context: int
+    vocabulary: int
+    full_pool: int
+    window_pool: int
+    running: int
+    tree: str
+    hierarchical: str
+    host_tokens: int
+    speculative: str
+    disaggregation: str
+    overlap: bool
+    attention: str
+    parallel: str
+    assumed: tuple[str, ...] = ()
+
+    def rows(self) -> dict[str, str]:
+        """For a table: name and value."""
+        found = {name: str(value) for name, value in asdict(self).items() if name != "assumed"}
+        return {
+            name: f"{value} (assumed)" if name in self.assumed else value
+            for name, value in found.items()
+        }
+
+
+def _number(*found: Any) -> int:
+    """The first that is a positive number, else 0."""
+    return next((int(one) for one in found if isinstance(one, int | float) and one > 0), 0)
+
+
+def _config(folder: str) -> dict[str, Any]:
+    """A model's own description, where it lies on this machine."""
+    try:
+        found = json.loads((Path(folder) / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def ask(wire: Wire, *, window: int | None = None, vocabulary: int | None = None) -> Facts:
+    """What a server is. ``window`` and ``vocabulary`` are for a model that does not say."""
+    server = wire.server_info()
+    try:
+        model = wire.model_info()
+    except WireError:
+        model = {}
+    folder = str(server.get("model_path") or model.get("model_path") or "")
+    config = _config(folder)
+    config = config | (config.get("text_config") or {})
+    states = server.get("internal_states")
+    state = states[0] if isinstance(states, list) and states else {}
+    memory = state.get("memory_usage") or {}
+    assumed = []
+
+    def known(name: str, usual: int, *found: Any) -> int:
+        number = _number(*found)
+        if not number:
+            assumed.append(name)
+        return number or usual
+
+    page = known("page", 1, server.get("page_size"))
+    context = known(
+        "context", CONTEXT, server.get("context_length"), config.get("max_position_embeddings")
+    )
+    full = known(
+        "full_pool", 1 << 16, server.get("max_total_num_tokens"), memory.get("token_capacity"),
+        server.get("max_total_tokens"),
+    )  # fmt: skip
+    ratio = server.get("swa_full_tokens_ratio")
+    windowed = _number(memory.get("swa_token_capacity"), server.get("swa_max_total_num_tokens"))
+    if not windowed:
+        assumed.append("window_pool")
+        windowed = int(full * ratio) if isinstance(ratio, int | float) else full
+    if server.get("disable_radix_cache"):
+        raise UnfitError(f"{wire.url}: the server runs with --disable-radix-cache: no cache")
+    return Facts(
+        version=str(server.get("version") or "unknown"),
+        model=folder or "unknown",
+        architecture=", ".join(config.get("architectures") or ["unknown"]),
+        dtype=str(_dtype(server, config)),
+        window=known("window", WINDOW, window, config.get("sliding_window")),
+        page=page,
+        chunk=known("chunk", 0, server.get("chunked_prefill_size")),
+        context=min(context, full - page),
+        vocabulary=known("vocabulary", VOCABULARY, vocabulary, config.get("vocab_size")),
+        full_pool=full,
+        window_pool=windowed,
+        running=known("running", 8, server.get("max_running_requests")),
+        tree=str(_tree(server, state)),
+        hierarchical=str(server.get("hicache_write_policy"))
+        if server.get("enable_hierarchical_cache")
+        else "no",
+        host_tokens=int(full * _ratio(server)) if server.get("enable_hierarchical_cache") else 0,
+        speculative=str(server.get("speculative_algorithm") or "no"),
+        disaggregation=str(server.get("disaggregation_mode") or "null").replace("null", "no"),
+        overlap=not server.get("disable_overlap_schedule"),
+        attention=str(server.get("attention_backend") or "unknown"),
+        parallel=f"tp {server.get('tp_size', 1)}, dp {server.get('dp_size', 1)}",
+        assumed=tuple(assumed),
+    )
+
+
+def _ratio(server: dict[str, Any]) -> float:
+    found = server.get("hicache_ratio")
+    return float(found) if isinstance(found, int | float) else 2.0
+
+
+def _dtype(server: dict[str, Any], config: dict[str, Any]) -> str:
+    told = server.get("dtype")
+    if told in (None, "auto"):
+        told = config.get("dtype") or config.get("torch_dtype") or "unknown"
+    return {"half": "float16", "float": "float32"}.get(str(told), str(told))
+
+
+def _tree(server: dict[str, Any], state: dict[str, Any]) -> str:
+    """Which prefix tree serves, if the server says so; else by its flags."""
+    told = state.get("tree_cache") or state.get("engine", {}).get("tree")
+    if told:
+        return str(told)
+    return "unified" if server.get("enable_unified_radix_tree") else "the release's default"

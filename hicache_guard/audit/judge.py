@@ -1,0 +1,206 @@
+"""Whether a difference between a warm answer and its cold reading is rounding, or a fault.
+
+What two cold computations of the same tokens differ by, in batches of other shapes, is the noise.
+Of each answer the largest difference counts. The logarithms of those of the noise are taken for a
+sample of a normal distribution; a warm answer is at fault beyond the one-sided prediction limit for
+one more of these, with the false-alarm rate of the whole audit shared out among its comparisons
+(Bonferroni), and beyond ``SLACK`` times the largest noise seen. The limit: Student's t, see
+Hahn and Meeker, Statistical Intervals, on prediction of a future observation; the quantile by
+Abramowitz and Stegun, 26.7.5.
+
+Noise itself can be a fault: no rounding of a type is larger than ``PLAUSIBLE`` says.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from hicache_guard.audit.plan import Answer
+
+#: False alarms an audit of a healthy server gives on average, by what is assumed above.
+FALSE_ALARMS = 1e-3
+#: A warm answer is rounded in batches of shapes that the noise did not have.
+SLACK = 4.0
+#: Differences in log-probability below this are none: some units in the last place of a float32.
+LEAST = 1e-6
+#: The largest difference in log-probability that rounding explains, by the type of the KV.
+PLAUSIBLE = {"float32": 1e-3, "float16": 0.2, "bfloat16": 1.0}
+PLAUSIBLE_ELSE = 2.0
+
+
+class Verdict(StrEnum):
+    """From the best to the worst but one; what was not tested is no verdict on the cache."""
+
+    EQUAL = "equal"
+    NOISE = "noise"
+    NO_HITS = "no hits"
+    FAULT = "fault"
+    NOT_TESTED = "not tested"
+
+    @property
+    def bad(self) -> bool:
+        return self in (Verdict.FAULT, Verdict.NO_HITS)
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A token that cold would have been another; ``margin`` is by how much, in log-probability."""
+
+    position: int
+    token: int
+    instead: int
+    margin: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A warm answer beside its cold reading, position by position.
+
+    ``deltas``: warm less cold log-probability of the token. ``divergence``: Kullback-Leibler, cold
+    against warm, over the tokens that both name, and one for all others.
+    """
+
+    warm: Answer
+    cold: Answer
+    deltas: tuple[float, ...]
+    divergence: tuple[float, ...]
+    flips: tuple[Flip, ...]
+
+    @property
+    def largest(self) -> float:
+        return max(map(abs, self.deltas), default=0.0)
+
+    @property
+    def mean(self) -> float:
+        return statistics.fmean(map(abs, self.deltas)) if self.deltas else 0.0
+
+
+def compare(warm: Answer, cold: Answer) -> Comparison:
+    """``cold`` is a reading of what ``warm`` answered."""
+    deltas = tuple(
+        _apart(ours, theirs) for ours, theirs in zip(warm.logprobs, cold.logprobs, strict=True)
+    )
+    flips = []
+    if warm.ask.temperature == 0:
+        for position, (token, top) in enumerate(zip(warm.output, cold.top, strict=False)):
+            best = max(top, key=top.__getitem__, default=token)
+            if best != token:
+                margin = top[best] - cold.logprobs[position]
+                flips.append(Flip(position, token, best, margin))
+    divergence = tuple(
+        _divergence(theirs, ours) for ours, theirs in zip(warm.top, cold.top, strict=False)
+    )
+    return Comparison(warm, cold, deltas, divergence, tuple(flips))
+
+
+def _apart(ours: float, theirs: float) -> float:
+    """Their difference; not a number on one side is as far away as can be."""
+    if math.isnan(ours) or math.isnan(theirs):
+        return 0.0 if math.isnan(ours) and math.isnan(theirs) else math.inf
+    return 0.0 if ours == theirs else ours - theirs
+
+
+def _divergence(cold: dict[int, float], warm: dict[int, float]) -> float:
+    both = cold.keys() & warm.keys()
+    pairs = [(math.exp(cold[token]), math.exp(warm[token])) for token in both]
+    rest = tuple(max(0.0, 1.0 - sum(side)) for side in zip(*pairs, strict=True)) if pairs else ()
+    total = 0.0
+    for p, q in [*pairs, *([(rest[0], rest[1])] if rest else [])]:
+        if p > 0:
+            total += p * math.log(p / max(q, 1e-12))
+    return max(0.0, total)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """What cold computations differ by, and the ``limit`` beyond which a difference is a fault.
+
+    ``implausible`` are those samples that no rounding explains; the limit is made without them.
+    """
+
+    samples: tuple[float, ...]
+    limit: float
+    plausible: float
+    comparisons: int
+
+    @property
+    def implausible(self) -> int:
+        return sum(sample > self.plausible for sample in self.samples)
+
+    @property
+    def largest(self) -> float:
+        return max(self.samples, default=0.0)
+
+
+def noise(samples: Sequence[float], *, dtype: str, comparisons: int) -> Noise:
+    """The noise that an audit measured, for as many ``comparisons`` as it will make."""
+    plausible = PLAUSIBLE.get(dtype, PLAUSIBLE_ELSE)
+    kept = [max(sample, LEAST) for sample in samples if sample <= plausible]
+    limit = plausible
+    if len(kept) >= 8:
+        logs = [math.log(sample) for sample in kept]
+        spread = statistics.stdev(logs) * math.sqrt(1 + 1 / len(logs))
+        quantile = t_quantile(1 - FALSE_ALARMS / max(1, comparisons), len(logs) - 1)
+        predicted = math.exp(statistics.fmean(logs) + quantile * spread)
+        limit = min(plausible, max(predicted, SLACK * max(kept)))
+    return Noise(tuple(samples), limit, plausible, comparisons)
+
+
+def t_quantile(probability: float, freedom: int) -> float:
+    """Student's t by its expansion around the normal quantile; from 8 degrees of freedom on."""
+    z = statistics.NormalDist().inv_cdf(probability)
+    terms = (
+        z,
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return sum(term / freedom**power for power, term in enumerate(terms))
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a scenario says of the server; ``why`` in one line."""
+
+    verdict: Verdict
+    why: str
+
+
+def judge(
+    answers: Sequence[Answer], comparisons: Sequence[Comparison], noise: Noise
+) -> Judgement:
+    """Of all answers of a scenario, and those of them that could be compared."""
+    worst = max(comparisons, key=lambda each: each.largest, default=None)
+    failed = [answer for answer in answers if answer.error]
+    if worst is not None and worst.largest > noise.limit:
+        at = max(range(len(worst.deltas)), key=lambda place: abs(worst.deltas[place]))
+        count = sum(each.largest > noise.limit for each in comparisons)
+        return Judgement(
+            Verdict.FAULT,
+            f"{count} of {len(comparisons)} answers are not what they are cold: {worst.warm.ask.name}"
+            f" is off by {worst.largest:.3g} at position {at} with {worst.warm.cached} tokens "
+            f"cached; noise explains {noise.limit:.2g}",
+        )
+    if failed:
+        return Judgement(
+            Verdict.FAULT, f"{len(failed)} of {len(answers)} requests failed: {failed[0].error}"
+        )
+    due = [answer for answer in answers if answer.ask.due and answer.whole]
+    if due and not any(answer.cached for answer in due):
+        tokens = sum(answer.ask.due for answer in due)
+        return Judgement(
+            Verdict.NO_HITS,
+            f"none of {len(due)} requests found any of the {tokens:,} tokens that were just cached",
+        )
+    if worst is None:
+        return Judgement(Verdict.NOT_TESTED, "no answer could be compared")
+    hits = sum(each.warm.cached > 0 for each in comparisons)
+    verdict = Verdict.EQUAL if worst.largest == 0 else Verdict.NOISE
+    return Judgement(
+        verdict,
+        f"{len(comparisons)} answers, {hits} with a hit, differ by {worst.largest:.2g} at most",
+    )

@@ -1,0 +1,105 @@
+"""An audit as plain data: what ``--json`` prints, and what the page and the summary show.
+
+Format 1. Lengths are in tokens, times in seconds, ``delta`` is warm less cold log-probability.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from hicache_guard import __version__
+from hicache_guard.audit import judge
+from hicache_guard.audit.audit import Audit, Result
+from hicache_guard.audit.judge import Comparison
+from hicache_guard.audit.script import program
+
+FORMAT = 1
+
+
+def as_data(audit: Audit) -> dict[str, Any]:
+    """All of an audit that anybody needs to see; of prompts only the smallest that show a fault."""
+    requests, tokens = audit.asked
+    found: dict[str, Any] = {
+        "format": FORMAT,
+        "hicache_guard": __version__,
+        "started": datetime.fromtimestamp(audit.started, UTC).isoformat(timespec="seconds"),
+        "url": audit.url,
+        "seed": audit.seed,
+        "verdict": audit.verdict.value,
+        "broken": audit.broken,
+        "seconds": round(audit.seconds, 3),
+        "requests": requests,
+        "tokens": tokens,
+        "engine": audit.facts.rows(),
+        "noise": None,
+        "scenarios": [_scenario(result, audit) for result in audit.results],
+    }
+    if audit.noise is not None:
+        found["noise"] = {
+            "samples": [_finite(sample) for sample in audit.noise.samples],
+            "limit": audit.noise.limit,
+            "plausible": audit.noise.plausible,
+            "false_alarms": judge.FALSE_ALARMS,
+            "comparisons": audit.noise.comparisons,
+        }
+    return found
+
+
+def _scenario(result: Result, audit: Audit) -> dict[str, Any]:
+    limit = audit.noise.limit if audit.noise else 0.0
+    found: dict[str, Any] = {
+        "name": result.name,
+        "purpose": result.purpose,
+        "verdict": result.judgement.verdict.value,
+        "why": result.judgement.why,
+        "seconds": round(result.seconds, 3),
+        "requests": len(result.answers),
+        "hits": sum(answer.cached > 0 for answer in result.answers),
+        "due": sum(answer.ask.due > 0 for answer in result.answers),
+        "cached_tokens": sum(answer.cached for answer in result.answers),
+        "failed": [answer.error for answer in result.answers if answer.error],
+        "largest": _finite(max((each.largest for each in result.comparisons), default=0.0)),
+        "mean": _finite(
+            sum(each.mean for each in result.comparisons) / max(1, len(result.comparisons))
+        ),
+        "divergence": _finite(
+            max((max(each.divergence, default=0.0) for each in result.comparisons), default=0.0)
+        ),
+        "comparisons": [_comparison(each) for each in result.comparisons],
+        "smallest": None,
+    }
+    if result.smallest is not None:
+        name = f"{result.name}-{result.smallest.seed}.py"
+        found["smallest"] = {
+            "name": name,
+            "requests": sum(1 for _ in result.smallest.asks()),
+            "tokens": result.smallest.prompt_tokens,
+            "program": program(
+                result.smallest, name=name, url=audit.url, limit=limit,
+                title=f"{result.name}: {result.judgement.why}",
+            ),
+        }  # fmt: skip
+    return found
+
+
+def _comparison(each: Comparison) -> dict[str, Any]:
+    warm = each.warm
+    return {
+        "request": warm.ask.name,
+        "prompt": len(warm.ask.prompt),
+        "due": warm.ask.due,
+        "cached": warm.cached,
+        "cached_from": warm.cached_from,
+        "seconds": round(warm.seconds, 4),
+        "deltas": [_finite(delta) for delta in each.deltas],
+        "divergence": [_finite(one) for one in each.divergence],
+        "flips": [asdict(flip) for flip in each.flips],
+    }
+
+
+def _finite(number: float) -> float:
+    """JSON has no infinity; no log-probability is this far from another."""
+    return number if math.isfinite(number) else 1e9

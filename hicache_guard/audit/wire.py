@@ -1,0 +1,259 @@
+"""A running SGLang server, by its public HTTP API and nothing else.
+
+Whatever goes wrong on the way (nobody there, a time-out, an error status, an answer that is none) is
+a ``WireError`` of one line. Only questions that change nothing are asked again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import requests
+
+from hicache_guard.audit.plan import Answer, Ask, Leave
+from hicache_guard.core.errors import GuardError
+
+#: Likeliest tokens asked for at each position.
+TOP = 5
+#: How often a question that changes nothing is asked, and the seconds between.
+TRIES, PAUSE = 3, 0.5
+#: Seconds to be connected.
+CONNECT = 5.0
+
+
+class WireError(GuardError):
+    """The server did not answer, or not as the API says."""
+
+
+class Wire:
+    """One server; may be used by several threads.
+
+    ``timeout`` is in seconds, for each answer to begin and between its parts.
+    """
+
+    def __init__(self, url: str, *, key: str | None = None, timeout: float = 120.0) -> None:
+        self.url = url.rstrip("/")
+        self.timeout = timeout
+        self._headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._local = threading.local()
+
+    # -- the ways to ask -------------------------------------------------------------------------
+
+    def _session(self) -> requests.Session:
+        session: requests.Session | None = getattr(self._local, "session", None)
+        if session is None:
+            session = self._local.session = requests.Session()
+            session.trust_env = False  # a proxy is never meant for the server under audit
+            session.headers.update(self._headers)
+        return session
+
+    def _send(self, method: str, path: str, **options: Any) -> requests.Response:
+        try:
+            answer = self._session().request(
+                method, self.url + path, timeout=(CONNECT, self.timeout), **options
+            )
+        except requests.Timeout:
+            raise WireError(f"{self.url}{path}: no answer within {self.timeout:g} s") from None
+        except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
+            raise WireError(f"{self.url}{path}: nobody answers, or the line was cut") from None
+        except (requests.RequestException, ValueError) as error:
+            raise WireError(f"{self.url}{path}: {error}") from None
+        if answer.status_code in (401, 403):
+            answer.close()
+            raise WireError(f"{self.url}{path}: the API key is missing or wrong (--api-key)")
+        if answer.status_code != 200:
+            said = answer.text[:200].strip().replace("\n", " ")
+            raise WireError(f"{self.url}{path}: status {answer.status_code}: {said}")
+        return answer
+
+    def _json(self, method: str, path: str, **options: Any) -> Any:
+        answer = self._send(method, path, **options)
+        try:
+            return answer.json()
+        except ValueError:
+            raise WireError(f"{self.url}{path}: the answer is not JSON") from None
+
+    def _read(self, *paths: str) -> dict[str, Any]:
+        """The first of some paths that a release knows."""
+        said = WireError(f"{self.url}: nothing was asked")
+        for _ in range(TRIES):
+            for path in paths:
+                try:
+                    found = self._json("GET", path)
+                except WireError as error:
+                    said = error
+                    continue
+                if isinstance(found, dict):
+                    return found
+                said = WireError(f"{self.url}{path}: not what SGLang answers there")
+            time.sleep(PAUSE)
+        raise said
+
+    # -- what is asked ---------------------------------------------------------------------------
+
+    def server_info(self) -> dict[str, Any]:
+        return self._read("/server_info", "/get_server_info")
+
+    def model_info(self) -> dict[str, Any]:
+        return self._read("/model_info", "/get_model_info")
+
+    def flush(self) -> None:
+        """Empty the cache; a server that has requests under way is asked again."""
+        for _ in range(TRIES * 10):
+            try:
+                self._send("POST", "/flush_cache")
+            except WireError as error:
+                said = error
+            else:
+                return
+            time.sleep(PAUSE / 5)
+        raise said
+
+    def generate(self, ask: Ask, *, rid: str, space: str) -> Answer:
+        """Ask for tokens; ``space`` is the part of the cache that may be used.
+
+        A request that leaves is streamed until then. What fails is an answer, too.
+        """
+        begun = time.monotonic()
+        try:
+            found = self._asked(ask, rid, space)
+        except WireError as error:
+            found = Answer(ask, error=str(error))
+        return _timed(found, time.monotonic() - begun)
+
+    def _asked(self, ask: Ask, rid: str, space: str) -> Answer:
+        sampling = {
+            "temperature": ask.temperature,
+            "max_new_tokens": ask.tokens,
+            "ignore_eos": ask.ignore_eos,
+        }
+        wanted = {
+            "input_ids": list(ask.prompt),
+            "sampling_params": sampling,
+            "return_logprob": True,
+            "logprob_start_len": -1,
+            "top_logprobs_num": TOP,
+            "rid": rid,
+            "extra_key": space,
+        }
+        if ask.leave is None:
+            return _answer(ask, self._json("POST", "/generate", json=wanted), self.url)
+        if ask.leave is Leave.ABORT and ask.leaves == 0:
+            timer = threading.Timer(0.02, self.abort, [rid])
+            timer.start()
+            try:
+                self._json("POST", "/generate", json=wanted)
+            except WireError:
+                pass  # some releases answer an abort with a status
+            timer.join()
+            return Answer(ask, finish="abort")
+        return self._left(ask, rid, wanted)
+
+    def _left(self, ask: Ask, rid: str, wanted: dict[str, Any]) -> Answer:
+        """Stream an answer until enough has come, and leave."""
+        assert ask.leave is not None
+        if ask.leaves == 0:
+            try:
+                self._session().post(
+                    self.url + "/generate", json=wanted | {"stream": True}, timeout=(CONNECT, 0.03),
+                    stream=True,
+                ).close()  # fmt: skip
+            except requests.RequestException:
+                pass
+            return Answer(ask, finish="disconnect")
+        with self._send("POST", "/generate", json=wanted | {"stream": True}, stream=True) as stream:
+            for count, _ in enumerate(_events(stream), start=1):
+                if count == ask.leaves:
+                    if ask.leave is Leave.DISCONNECT:
+                        break
+                    self.abort(rid)
+        return Answer(ask, finish=ask.leave.value)
+
+    def abort(self, rid: str) -> None:
+        """End a request; that it is over already is no fault."""
+        try:
+            self._send("POST", "/abort_request", json={"rid": rid})
+        except WireError:
+            pass
+
+    def reread(self, prompt: Sequence[int], output: Sequence[int], *, space: str) -> Answer:
+        """What the server makes of given tokens after a prompt, computed as one prompt."""
+        ids = [*prompt, *output]
+        wanted = {
+            "input_ids": ids,
+            "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
+            "return_logprob": True,
+            "logprob_start_len": len(prompt) - 1,
+            "top_logprobs_num": TOP,
+            "extra_key": space,
+        }
+        begun = time.monotonic()
+        meta = _meta(self._json("POST", "/generate", json=wanted), self.url)
+        try:
+            rows = meta["input_token_logprobs"][-len(output) :]
+            tops = meta["input_top_logprobs"][-len(output) :]
+            if [int(row[1]) for row in rows] != list(output):
+                raise WireError(f"{self.url}/generate: log-probabilities of other tokens")
+            found = Answer(
+                Ask("reread", tuple(prompt), len(output)),
+                tuple(output),
+                tuple(float(row[0]) for row in rows),
+                tuple(_top(row) for row in tops),
+                int(meta.get("cached_tokens") or 0),
+                finish="reread",
+            )
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise WireError(f"{self.url}/generate: no log-probabilities ({error!r})") from None
+        return _timed(found, time.monotonic() - begun)
+
+
+def _timed(answer: Answer, seconds: float) -> Answer:
+    return Answer(**{**vars(answer), "seconds": seconds})
+
+
+def _events(stream: requests.Response) -> Iterator[Any]:
+    """The parts of a streamed answer."""
+    try:
+        for line in stream.iter_lines():
+            if line.startswith(b"data: ") and line != b"data: [DONE]":
+                yield json.loads(line[6:])
+    except (requests.RequestException, ValueError) as error:
+        raise WireError(f"a streamed answer broke off: {error}") from None
+
+
+def _top(row: Any) -> dict[int, float]:
+    return {int(token): float(logprob) for logprob, token, *_ in row or ()}
+
+
+def _meta(found: Any, url: str) -> dict[str, Any]:
+    meta = found.get("meta_info") if isinstance(found, dict) else None
+    if not isinstance(meta, dict):
+        raise WireError(f"{url}/generate: not what SGLang answers there")
+    return meta
+
+
+def _answer(ask: Ask, found: Any, url: str) -> Answer:
+    meta = _meta(found, url)
+    try:
+        reason = meta["finish_reason"]["type"]
+        rows = meta["output_token_logprobs"]
+        details = meta.get("cached_tokens_details") or {}
+        answer = Answer(
+            ask,
+            tuple(int(row[1]) for row in rows),
+            tuple(float(row[0]) for row in rows),
+            tuple(_top(row) for row in meta.get("output_top_logprobs") or ()),
+            int(meta.get("cached_tokens") or 0),
+            {name: int(part) for name, part in details.items() if isinstance(part, int)},
+            reason,
+        )
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise WireError(f"{url}/generate: no log-probabilities ({error!r})") from None
+    if reason == "abort":
+        said = meta["finish_reason"].get("message") or "the server aborted it"
+        return Answer(ask, finish="abort", error=str(said)[:200])
+    return answer

@@ -1,0 +1,130 @@
+"""Rounding is not called a fault more often than is said, and a fault is not called rounding.
+
+The false-alarm rate is counted on numbers drawn from the distribution that the judge assumes; the
+quantiles of Student's t are those of printed tables. Mutations, each seen to fail here: the limit
+without its prediction term, without ``SLACK``, without the Bonferroni share (``comparisons``), the
+implausible samples kept, hits not asked for, failed requests ignored.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from hicache_guard.audit import judge
+from hicache_guard.audit.judge import Verdict
+from hicache_guard.audit.plan import Answer, Ask
+
+ASK = Ask("one", (1, 2, 3), 4)
+
+
+def answer(*logprobs: float, cached: int = 0, due: int = 0, **more: object) -> Answer:
+    made = Answer(
+        replace(ASK, due=due), tuple(range(len(logprobs))), logprobs, cached=cached, finish="length"
+    )
+    return replace(made, **more)  # type: ignore[arg-type]
+
+
+def compared(delta: float, **more: object) -> judge.Comparison:
+    return judge.compare(answer(-1.0, -2.0 + delta, **more), answer(-1.0, -2.0))  # type: ignore[arg-type]
+
+
+QUIET = judge.Noise((1e-6,) * 20, 1e-4, 1e-3, 10)
+
+
+@pytest.mark.parametrize(
+    ("probability", "freedom", "printed"),
+    [
+        (0.95, 10, 1.812),
+        (0.99, 20, 2.528),
+        (0.999, 30, 3.385),
+        (0.9995, 40, 3.551),
+        (0.999, 120, 3.160),
+    ],
+)
+def test_quantiles_are_those_of_printed_tables(
+    probability: float, freedom: int, printed: float
+) -> None:
+    assert judge.t_quantile(probability, freedom) == pytest.approx(printed, abs=2e-3)
+
+
+def test_false_alarms_are_no_more_than_stated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a rate that can be counted, and without the slack that comes on top."""
+    monkeypatch.setattr(judge, "FALSE_ALARMS", 0.05)
+    monkeypatch.setattr(judge, "SLACK", 0.0)
+    dice, audits, compared = random.Random(1), 2000, 20
+
+    def drawn() -> float:
+        return math.exp(dice.gauss(-11.5, 0.6))
+
+    alarms = 0
+    for _ in range(audits):
+        noise = judge.noise([drawn() for _ in range(48)], dtype="float32", comparisons=compared)
+        alarms += any(drawn() > noise.limit for _ in range(compared))
+    # Bonferroni is an upper bound; the least that 2,000 draws of 5 % are not, at 4 sigma.
+    assert 0.02 < alarms / audits < 0.05 + 4 * math.sqrt(0.05 * 0.95 / audits)
+
+
+def test_slack_is_kept_of_even_noise() -> None:
+    noise = judge.noise([2e-5] * 48, dtype="float32", comparisons=100)
+    assert noise.limit == pytest.approx(8e-5)
+
+
+def test_noise_that_is_no_rounding_makes_no_limit() -> None:
+    """Cold runs of a broken engine differ by whole units: that must not excuse anything."""
+    noise = judge.noise([1e-5] * 20 + [1.9] * 28, dtype="float32", comparisons=100)
+    assert noise.limit < 1e-3
+    assert noise.implausible == 28
+    assert judge.noise([1.9] * 48, dtype="float32", comparisons=1).limit == 1e-3
+
+
+def test_a_difference_beyond_noise_is_a_fault() -> None:
+    found = judge.judge([answer(-1.0)], [compared(5e-5), compared(0.5)], QUIET)
+    assert found.verdict is Verdict.FAULT
+    assert "1 of 2" in found.why
+    assert "position 1" in found.why
+    assert judge.judge([answer(-1.0)], [compared(5e-5)], QUIET).verdict is Verdict.NOISE
+    assert judge.judge([answer(-1.0)], [compared(0.0)], QUIET).verdict is Verdict.EQUAL
+
+
+def test_not_a_number_is_a_fault() -> None:
+    for warm, cold in ((math.nan, -1.0), (-1.0, math.nan), (-math.inf, -1.0)):
+        found = judge.compare(answer(warm), answer(cold))
+        assert found.largest == math.inf
+    assert judge.compare(answer(-math.inf), answer(-math.inf)).largest == 0
+
+
+def test_no_hit_where_hits_were_due_is_said_as_loudly() -> None:
+    missed, hit = answer(-1.0, due=64), answer(-1.0, due=64, cached=64)
+    found = judge.judge([missed, missed], [compared(0.0)], QUIET)
+    assert found.verdict is Verdict.NO_HITS
+    assert found.verdict.bad
+    assert "128 tokens" in found.why
+    assert judge.judge([missed, hit], [compared(0.0)], QUIET).verdict is Verdict.EQUAL
+
+
+def test_requests_that_fail_are_a_fault() -> None:
+    failed = Answer(ASK, error="status 500: boom")
+    found = judge.judge([answer(-1.0), failed], [compared(0.0)], QUIET)
+    assert found.verdict is Verdict.FAULT
+    assert "boom" in found.why
+
+
+def test_flips_tell_their_margin_and_only_of_greedy_answers() -> None:
+    warm = answer(-1.0, -2.0)
+    cold = replace(warm, top=({0: -1.0, 7: -3.0}, {1: -2.0, 9: -0.5}))
+    assert judge.compare(warm, cold).flips == (judge.Flip(1, 1, 9, 1.5),)
+    sampled = replace(warm, ask=replace(ASK, temperature=1.0))
+    assert judge.compare(sampled, cold).flips == ()
+
+
+def test_divergence_is_that_of_the_distributions() -> None:
+    """Against the closed form for two outcomes and the rest."""
+    p, q = (0.5, 0.25, 0.25), (0.25, 0.5, 0.25)
+    warm = replace(answer(-1.0), top=({0: math.log(q[0]), 1: math.log(q[1])},))
+    cold = replace(answer(-1.0), top=({0: math.log(p[0]), 1: math.log(p[1])},))
+    expected = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    assert judge.compare(warm, cold).divergence == pytest.approx((expected,))
