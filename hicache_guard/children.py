@@ -35,6 +35,16 @@ def started(
             raise
 
 
+def end(process: subprocess.Popen[str], grace: float = 10.0) -> None:
+    """End a child and all that it started: asked first, killed after ``grace`` seconds."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(grace)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def run(
     command: Sequence[str],
     *,

@@ -32,7 +32,7 @@ def compared(delta: float, **more: object) -> judge.Comparison:
     return judge.compare(answer(-1.0, -2.0 + delta, **more), answer(-1.0, -2.0))  # type: ignore[arg-type]
 
 
-QUIET = judge.Noise((1e-6,) * 20, 1e-4, 1e-3, 10)
+QUIET = 1e-4
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,13 @@ def test_a_difference_beyond_noise_is_a_fault() -> None:
     assert found.verdict is Verdict.FAULT
     assert "1 of 2" in found.why
     assert "position 1" in found.why
-    assert judge.judge([answer(-1.0)], [compared(5e-5)], QUIET).verdict is Verdict.NOISE
-    assert judge.judge([answer(-1.0)], [compared(0.0)], QUIET).verdict is Verdict.EQUAL
+    assert judge.judge([], [compared(5e-5, cached=2)], QUIET).verdict is Verdict.NOISE
+    assert judge.judge([], [compared(0.0, cached=2)], QUIET).verdict is Verdict.EQUAL
+
+
+def test_without_a_hit_nothing_is_known() -> None:
+    assert judge.judge([], [compared(0.0)], QUIET).verdict is Verdict.NOT_TESTED
+    assert judge.judge([], [compared(0.0)], QUIET, warm=False).verdict is Verdict.EQUAL
 
 
 def test_not_a_number_is_a_fault() -> None:
@@ -103,7 +108,7 @@ def test_no_hit_where_hits_were_due_is_said_as_loudly() -> None:
     assert found.verdict is Verdict.NO_HITS
     assert found.verdict.bad
     assert "128 tokens" in found.why
-    assert judge.judge([missed, hit], [compared(0.0)], QUIET).verdict is Verdict.EQUAL
+    assert judge.judge([missed, hit], [compared(0.0, cached=64)], QUIET).verdict is Verdict.EQUAL
 
 
 def test_requests_that_fail_are_a_fault() -> None:

@@ -24,6 +24,9 @@ SAMPLES, SHAPES = 48, 4
 #: Plays that a plan may be made smaller by, and seconds.
 TRIES, SECONDS = 60, 60.0
 
+#: Results that say nothing of a cache, unless they are bad.
+COLD = ("cold", "reference")
+
 #: The cold log-probabilities of given tokens after a prompt, from somebody else than the server.
 Reference = Callable[[Sequence[int], Sequence[int]], list[float]]
 
@@ -40,7 +43,7 @@ class Watcher(Protocol):
 
 @dataclass
 class Result:
-    """What became of one scenario. ``smallest`` still shows its fault, within ``limit``."""
+    """What became of one scenario. Beyond ``limit`` is a fault, which ``smallest`` still shows."""
 
     name: str
     purpose: str
@@ -49,6 +52,7 @@ class Result:
     answers: list[Answer] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     smallest: Plan | None = None
+    limit: float = 0.0
     seconds: float = 0.0
 
 
@@ -67,7 +71,9 @@ class Audit:
 
     @property
     def verdict(self) -> Verdict:
-        found = {result.judgement.verdict for result in self.results}
+        found = {result.judgement.verdict for result in self.results if result.name not in COLD}
+        cold = {result.judgement.verdict for result in self.results} - found
+        found |= {verdict for verdict in cold if verdict.bad}
         order = (Verdict.FAULT, Verdict.NO_HITS, Verdict.NOISE, Verdict.EQUAL)
         return next((one for one in order if one in found), Verdict.NOT_TESTED)
 
@@ -144,11 +150,11 @@ class Auditor:
         audit.noise = judge.noise(
             [each.largest for each in comparisons], dtype=facts.dtype, comparisons=max(1, due)
         )
-        found = judge.judge(answers, comparisons, audit.noise)
+        found = judge.judge(answers, comparisons, audit.noise.limit, warm=False)
         purpose = "Cold answers against cold readings: the noise of this server"
         self._add(
             audit,
-            Result("cold", purpose, found, plan, answers, comparisons,
+            Result("cold", purpose, found, plan, answers, comparisons, limit=audit.noise.limit,
                    seconds=time.monotonic() - begun),
         )  # fmt: skip
         if self.reference is not None:
@@ -168,12 +174,12 @@ class Auditor:
             comparisons.append(judge.compare(answer, other))
             self.watcher.goes_on()
         # Another program rounds in its own way: only what no rounding explains is a fault.
-        plain = judge.noise((), dtype=self.facts.dtype, comparisons=len(comparisons))
-        found = judge.judge(whole, comparisons, plain)
+        limit = audit.noise.plausible
+        found = judge.judge(whole, comparisons, limit, warm=False)
         purpose = "Cold answers against a forward pass of another program"
         self._add(
             audit,
-            Result("reference", purpose, found, None, list(whole), comparisons,
+            Result("reference", purpose, found, None, list(whole), comparisons, limit=limit,
                    seconds=time.monotonic() - begun),
         )  # fmt: skip
 
@@ -188,8 +194,10 @@ class Auditor:
             judge.compare(warm, cold)
             for warm, cold in play.read_all(self.wire, answers, self.watcher.goes_on)
         ]
-        found = judge.judge(answers, comparisons, noise)
-        result = Result(scenario.name, scenario.purpose, found, plan, answers, comparisons)
+        found = judge.judge(answers, comparisons, noise.limit)
+        result = Result(
+            scenario.name, scenario.purpose, found, plan, answers, comparisons, limit=noise.limit
+        )
         if comparisons and max(each.largest for each in comparisons) > noise.limit:
             result.smallest = self._smallest(result, noise)
         result.seconds = time.monotonic() - begun

@@ -82,13 +82,14 @@ class Comparison:
 def compare(warm: Answer, cold: Answer) -> Comparison:
     """``cold`` is a reading of what ``warm`` answered."""
     deltas = tuple(
-        _apart(ours, theirs) for ours, theirs in zip(warm.logprobs, cold.logprobs, strict=True)
+        0.0 if place in cold.unread else _apart(ours, theirs)
+        for place, (ours, theirs) in enumerate(zip(warm.logprobs, cold.logprobs, strict=True))
     )
     flips = []
     if warm.ask.temperature == 0:
         for position, (token, top) in enumerate(zip(warm.output, cold.top, strict=False)):
             best = max(top, key=top.__getitem__, default=token)
-            if best != token:
+            if best != token and position not in cold.unread:
                 margin = top[best] - cold.logprobs[position]
                 flips.append(Flip(position, token, best, margin))
     divergence = tuple(
@@ -171,19 +172,26 @@ class Judgement:
 
 
 def judge(
-    answers: Sequence[Answer], comparisons: Sequence[Comparison], noise: Noise
+    answers: Sequence[Answer],
+    comparisons: Sequence[Comparison],
+    limit: float,
+    *,
+    warm: bool = True,
 ) -> Judgement:
-    """Of all answers of a scenario, and those of them that could be compared."""
+    """Of all answers of a scenario, and those of them that could be compared.
+
+    What differs by more than ``limit`` is a fault. ``warm``: there should be hits among them.
+    """
     worst = max(comparisons, key=lambda each: each.largest, default=None)
     failed = [answer for answer in answers if answer.error]
-    if worst is not None and worst.largest > noise.limit:
+    if worst is not None and worst.largest > limit:
         at = max(range(len(worst.deltas)), key=lambda place: abs(worst.deltas[place]))
-        count = sum(each.largest > noise.limit for each in comparisons)
+        count = sum(each.largest > limit for each in comparisons)
         return Judgement(
             Verdict.FAULT,
-            f"{count} of {len(comparisons)} answers are not what they are cold: {worst.warm.ask.name}"
-            f" is off by {worst.largest:.3g} at position {at} with {worst.warm.cached} tokens "
-            f"cached; noise explains {noise.limit:.2g}",
+            f"{count} of {len(comparisons)} answers are not what they are cold: "
+            f"{worst.warm.ask.name} is off by {worst.largest:.3g} at position {at} with "
+            f"{worst.warm.cached} tokens cached; noise explains {limit:.2g}",
         )
     if failed:
         return Judgement(
@@ -199,6 +207,8 @@ def judge(
     if worst is None:
         return Judgement(Verdict.NOT_TESTED, "no answer could be compared")
     hits = sum(each.warm.cached > 0 for each in comparisons)
+    if warm and not hits:
+        return Judgement(Verdict.NOT_TESTED, "no request found anything in the cache")
     verdict = Verdict.EQUAL if worst.largest == 0 else Verdict.NOISE
     return Judgement(
         verdict,

@@ -64,7 +64,7 @@ class Answer:
     ``logprobs`` and ``top`` (token to log-probability, the likeliest of each position) are those of
     the generated tokens. ``cached`` tokens of the prompt were not computed. ``finish`` is the
     server's reason, or "abort", "disconnect" and "failed" where there is no whole answer; ``error``
-    says why it failed.
+    says why it failed. Of ``unread`` positions the server did not tell.
     """
 
     ask: Ask
@@ -76,6 +76,7 @@ class Answer:
     finish: str = "failed"
     error: str = ""
     seconds: float = 0.0
+    unread: tuple[int, ...] = ()
 
     @property
     def whole(self) -> bool:

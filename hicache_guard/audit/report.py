@@ -12,21 +12,25 @@ from typing import Any
 
 from hicache_guard import __version__
 from hicache_guard.audit import judge
-from hicache_guard.audit.audit import Audit, Result
+from hicache_guard.audit.audit import COLD, Audit, Result
 from hicache_guard.audit.judge import Comparison
 from hicache_guard.audit.script import program
 
 FORMAT = 1
 
 
-def as_data(audit: Audit) -> dict[str, Any]:
-    """All of an audit that anybody needs to see; of prompts only the smallest that show a fault."""
+def as_data(audit: Audit, command: str) -> dict[str, Any]:
+    """All of an audit that anybody needs to see; of prompts only the smallest that show a fault.
+
+    ``command`` is how it was called.
+    """
     requests, tokens = audit.asked
     found: dict[str, Any] = {
         "format": FORMAT,
         "hicache_guard": __version__,
         "started": datetime.fromtimestamp(audit.started, UTC).isoformat(timespec="seconds"),
         "url": audit.url,
+        "command": command,
         "seed": audit.seed,
         "verdict": audit.verdict.value,
         "broken": audit.broken,
@@ -49,12 +53,13 @@ def as_data(audit: Audit) -> dict[str, Any]:
 
 
 def _scenario(result: Result, audit: Audit) -> dict[str, Any]:
-    limit = audit.noise.limit if audit.noise else 0.0
     found: dict[str, Any] = {
         "name": result.name,
         "purpose": result.purpose,
         "verdict": result.judgement.verdict.value,
         "why": result.judgement.why,
+        "limit": result.limit,
+        "cold": result.name in COLD,
         "seconds": round(result.seconds, 3),
         "requests": len(result.answers),
         "hits": sum(answer.cached > 0 for answer in result.answers),
@@ -78,7 +83,7 @@ def _scenario(result: Result, audit: Audit) -> dict[str, Any]:
             "requests": sum(1 for _ in result.smallest.asks()),
             "tokens": result.smallest.prompt_tokens,
             "program": program(
-                result.smallest, name=name, url=audit.url, limit=limit,
+                result.smallest, name=name, url=audit.url, limit=result.limit,
                 title=f"{result.name}: {result.judgement.why}",
             ),
         }  # fmt: skip
@@ -95,6 +100,7 @@ def _comparison(each: Comparison) -> dict[str, Any]:
         "cached_from": warm.cached_from,
         "seconds": round(warm.seconds, 4),
         "deltas": [_finite(delta) for delta in each.deltas],
+        "unread": list(each.cold.unread),
         "divergence": [_finite(one) for one in each.divergence],
         "flips": [asdict(flip) for flip in each.flips],
     }

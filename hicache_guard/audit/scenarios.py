@@ -144,7 +144,9 @@ def _window_pressure(make: Writer) -> None:
     _filled(make, make.facts.window_pool, max(4, make.facts.window - SHORT))
 
 
-def _too_large(pool: Callable[[Facts], int], length: Callable[[Facts], int]) -> Callable[[Facts], str]:
+def _too_large(
+    pool: Callable[[Facts], int], length: Callable[[Facts], int]
+) -> Callable[[Facts], str]:
     def why(facts: Facts) -> str:
         if int(OVER * pool(facts) / (length(facts) + SHORT)) <= MOST:
             return ""
@@ -290,7 +292,7 @@ SCENARIOS = (
         _too_large(lambda facts: facts.full_pool, lambda facts: facts.context // 3),
     ),
     Scenario(
-        "load-back", "Prefixes come back from the host while others are written; the host runs over",
+        "load-back", "Prefixes come back from the host while others are written; it runs over",
         _load_back, _hierarchical,
     ),
     Scenario("churn", "Long random traffic of all of that over recycled pages", _churn),

@@ -9,9 +9,9 @@ from hicache_guard.audit.plan import Plan
 _PROGRAM = '''\
 """{title}
 
-Found by `hicache-guard audit`. Run: python {name} [URL]; needs `requests`. It asks what the audit
-asked, in a part of the cache of its own, then has each answer read again cold, and prints by how much
-the log-probabilities differ. Exit status 1 where one differs by more than {limit:.3g}.
+Found by `hicache-guard audit`. Run: python {name} [URL]; needs `requests`. It asks what the
+audit asked, in a part of the cache of its own, then has each answer read again cold, and prints by
+how much the log-probabilities differ. Exit status 1 where one differs by more than {limit:.3g}.
 """
 
 import sys
@@ -70,7 +70,7 @@ def main():
         cold = cold["input_token_logprobs"][-len(rows):]
         apart = max(abs(ours[0] - theirs[0]) for ours, theirs in zip(rows, cold))
         worst = max(worst, apart)
-        print(f"{{ask['name']}}: {{len(ask['ids'])}} tokens, {{cached}} cached, differs by {{apart:.3g}}")
+        print(f"{{ask['name']}}: {{len(ask['ids'])}} tokens, {{cached}} cached, {{apart:.3g}}")
     print(f"at most {{worst:.3g}}; rounding explains {{LIMIT:.3g}}")
     return int(worst > LIMIT)
 

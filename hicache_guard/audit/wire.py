@@ -1,7 +1,7 @@
 """A running SGLang server, by its public HTTP API and nothing else.
 
-Whatever goes wrong on the way (nobody there, a time-out, an error status, an answer that is none) is
-a ``WireError`` of one line. Only questions that change nothing are asked again.
+Whatever goes wrong on the way (nobody there, a time-out, an error status, an answer that is none)
+is a ``WireError`` of one line. Only questions that change nothing are asked again.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import requests
@@ -93,6 +94,14 @@ class Wire:
             time.sleep(PAUSE)
         raise said
 
+    def healthy(self) -> bool:
+        """Whether the server is up."""
+        try:
+            self._send("GET", "/health")
+        except WireError:
+            return False
+        return True
+
     # -- what is asked ---------------------------------------------------------------------------
 
     def server_info(self) -> dict[str, Any]:
@@ -145,10 +154,8 @@ class Wire:
         if ask.leave is Leave.ABORT and ask.leaves == 0:
             timer = threading.Timer(0.02, self.abort, [rid])
             timer.start()
-            try:
+            with suppress(WireError):  # some releases answer an abort with a status
                 self._json("POST", "/generate", json=wanted)
-            except WireError:
-                pass  # some releases answer an abort with a status
             timer.join()
             return Answer(ask, finish="abort")
         return self._left(ask, rid, wanted)
@@ -157,13 +164,11 @@ class Wire:
         """Stream an answer until enough has come, and leave."""
         assert ask.leave is not None
         if ask.leaves == 0:
-            try:
+            with suppress(requests.RequestException):
                 self._session().post(
                     self.url + "/generate", json=wanted | {"stream": True}, timeout=(CONNECT, 0.03),
                     stream=True,
                 ).close()  # fmt: skip
-            except requests.RequestException:
-                pass
             return Answer(ask, finish="disconnect")
         with self._send("POST", "/generate", json=wanted | {"stream": True}, stream=True) as stream:
             for count, _ in enumerate(_events(stream), start=1):
@@ -175,10 +180,8 @@ class Wire:
 
     def abort(self, rid: str) -> None:
         """End a request; that it is over already is no fault."""
-        try:
+        with suppress(WireError):
             self._send("POST", "/abort_request", json={"rid": rid})
-        except WireError:
-            pass
 
     def reread(self, prompt: Sequence[int], output: Sequence[int], *, space: str) -> Answer:
         """What the server makes of given tokens after a prompt, computed as one prompt."""
@@ -196,7 +199,9 @@ class Wire:
         try:
             rows = meta["input_token_logprobs"][-len(output) :]
             tops = meta["input_top_logprobs"][-len(output) :]
-            if [int(row[1]) for row in rows] != list(output):
+            # A release takes the last token of a vocabulary for padding, and tells of token 0.
+            unread = tuple(place for place, row in enumerate(rows) if int(row[1]) != output[place])
+            if len(rows) != len(output) or 2 * len(unread) > len(output) + 1:
                 raise WireError(f"{self.url}/generate: log-probabilities of other tokens")
             found = Answer(
                 Ask("reread", tuple(prompt), len(output)),
@@ -205,6 +210,7 @@ class Wire:
                 tuple(_top(row) for row in tops),
                 int(meta.get("cached_tokens") or 0),
                 finish="reread",
+                unread=unread,
             )
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise WireError(f"{self.url}/generate: no log-probabilities ({error!r})") from None

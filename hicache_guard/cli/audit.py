@@ -1,0 +1,239 @@
+"""``hicache-guard audit``: is what a server answers from its cache what it would answer without?"""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from hicache_guard import checkouts, children
+from hicache_guard.audit import facts, summary
+from hicache_guard.audit.audit import Auditor, Reference
+from hicache_guard.audit.judge import Verdict
+from hicache_guard.audit.page import page
+from hicache_guard.audit.report import as_data
+from hicache_guard.audit.scenarios import SCENARIOS, Scenario
+from hicache_guard.audit.wire import Wire
+from hicache_guard.core.errors import ConfigError
+from hicache_guard.core.modes import Mode
+from hicache_guard.embedded import models, reference
+from hicache_guard.embedded.server import ATTENTION, Server
+
+#: Exit statuses: a fault was found; the audit could not be made, or not to its end.
+FAULT, COULD_NOT = 1, 2
+#: Tokens of a chunk of the embedded server: less than most prompts have.
+CHUNK = 128
+_SCENARIOS = {scenario.name: scenario for scenario in SCENARIOS}
+
+
+def audit(
+    context: typer.Context,
+    url: Annotated[
+        str | None, typer.Option(help="A running server; its cache is not emptied.")
+    ] = None,
+    launch: Annotated[
+        bool, typer.Option("--launch", help="Start `sglang.launch_server` with what follows `--`.")
+    ] = False,
+    release: Annotated[str, typer.Option(help="Embedded: the SGLang release.")] = "0.5.23",
+    checkout: Annotated[
+        Path | None, typer.Option(help="Embedded: a (patched) checkout instead of a release.")
+    ] = None,
+    model: Annotated[
+        str, typer.Option(help=f"Embedded: {', '.join(models.MODELS)}.")
+    ] = "alternating",
+    page_size: Annotated[int, typer.Option(help="Embedded: tokens a page.", min=1)] = 16,
+    pool: Annotated[int, typer.Option(help="Embedded: tokens of the full pool.", min=512)] = 1536,
+    hicache: Annotated[
+        str, typer.Option(help="Embedded: none, write_through or write_back.")
+    ] = "none",
+    attention: Annotated[str, typer.Option(help=f"Embedded: {', '.join(ATTENTION)}.")] = "triton",
+    guard: Annotated[str, typer.Option(help="Embedded: off, observe, enforce or strict.")] = "off",
+    only: Annotated[
+        list[str] | None, typer.Option(help="Scenarios to play; may be repeated.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of all prompts.")] = 0,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="HICACHE_GUARD_API_KEY", help="Of the server.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for each answer.", min=0.1)] = 120.0,
+    patience: Annotated[
+        float, typer.Option(help="Seconds for a launched server to become ready.", min=1)
+    ] = 1800.0,
+    window: Annotated[
+        int | None, typer.Option(help="The model's window, if its config is not here.", min=1)
+    ] = None,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Token ids to draw from, as --window.", min=100)
+    ] = None,
+    flush: Annotated[
+        bool, typer.Option("--flush", help="With --url: the server's cache may be emptied.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained page.")] = None,
+    keep: Annotated[
+        Path, typer.Option(help="Folder for programs that show a fault, and logs.")
+    ] = Path("hicache-guard-audit"),
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable output.")] = False,
+) -> int:
+    """Compare what a server answers from its cache with what it answers cold.
+
+    Without --url or --launch: a real server of a release, on this CPU, with a tiny model.
+    Exit status 0 where all is well, 1 for a fault or missing hits, 2 where that cannot be said.
+    """
+    if url is not None and launch:
+        raise ConfigError("--url and --launch exclude each other: choose one server")
+    if context.args and not launch:
+        raise ConfigError(
+            f"unexpected {context.args[0]!r}; arguments of a server follow --launch --"
+        )
+    if html is not None and not html.absolute().parent.is_dir():
+        raise ConfigError(f"--html {html}: there is no folder {html.absolute().parent}")
+    job = _Job(_chosen(only), seed, window, vocabulary, html, keep, as_json)
+    if url is not None:
+        if not url.startswith(("http://", "https://")):
+            raise ConfigError(f"--url {url}: it should begin with http:// or https://")
+        return job.run(Wire(url, key=api_key, timeout=timeout), may_flush=flush)
+    keep.mkdir(parents=True, exist_ok=True)
+    if launch:
+        with _launched(context.args, keep / "server.log", patience, api_key) as (address, key):
+            return job.run(Wire(address, key=key, timeout=timeout), may_flush=True)
+    if guard not in {mode.value for mode in Mode}:
+        raise ConfigError(
+            f"--guard {guard}: choose one of {', '.join(mode.value for mode in Mode)}"
+        )
+    if hicache not in ("none", "write_through", "write_back"):
+        raise ConfigError(f"--hicache {hicache}: choose none, write_through or write_back")
+    server = Server(
+        checkouts.require(release) if checkout is None else _checkout(checkout),
+        model,
+        page_size=page_size,
+        max_total_tokens=pool,
+        chunked_prefill_size=CHUNK,
+        hicache=None if hicache == "none" else hicache,  # type: ignore[arg-type]
+        attention=attention,
+        guard=guard,
+        folder=keep / "server",
+    )
+    with server:
+
+        def cold(prompt: Sequence[int], output: Sequence[int]) -> list[float]:
+            found = reference.logprobs(server.model, [*prompt, *output])
+            return [float(one) for one in found[-len(output) :]]
+
+        return job.run(Wire(server.url, timeout=timeout), may_flush=True, cold=cold)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is to be audited of whichever server, and where the result goes."""
+
+    chosen: Sequence[Scenario]
+    seed: int
+    window: int | None
+    vocabulary: int | None
+    html: Path | None
+    keep: Path
+    as_json: bool
+
+    def run(self, wire: Wire, *, may_flush: bool, cold: Reference | None = None) -> int:
+        """Audit a server that runs, and say what was found: the exit status."""
+        console = Console(stderr=self.as_json, highlight=False)
+        known = facts.ask(wire, window=self.window, vocabulary=self.vocabulary)
+        console.print(
+            f"{wire.url}: SGLang {known.version}, {known.architecture}, window {known.window}, "
+            f"page {known.page}, pools of {known.full_pool:,} and {known.window_pool:,} tokens"
+        )
+        live = summary.Live(console)
+        with live.progress:
+            found = Auditor(wire, known, live, self.seed, may_flush, cold).run(self.chosen)
+        data = as_data(found, shlex.join(["hicache-guard", *sys.argv[1:]]))
+        for row in data["scenarios"]:
+            if row["smallest"] is not None:
+                self.keep.mkdir(parents=True, exist_ok=True)
+                (self.keep / row["smallest"]["name"]).write_text(row["smallest"]["program"])
+        if self.html is not None:
+            self.html.write_text(page(data), encoding="utf-8")
+        if self.as_json:
+            print(json_module.dumps(data))
+        else:
+            summary.show(data, console)
+        if found.verdict.bad:
+            return FAULT
+        return COULD_NOT if found.broken or found.verdict is Verdict.NOT_TESTED else 0
+
+
+def _chosen(only: list[str] | None) -> list[Scenario]:
+    for name in only or ():
+        if name not in _SCENARIOS:
+            raise ConfigError(f"no scenario {name!r}; there are {', '.join(_SCENARIOS)}")
+    return [scenario for scenario in SCENARIOS if not only or scenario.name in only]
+
+
+def _checkout(folder: Path) -> Path:
+    for place in (folder, folder / "python"):
+        if (place / "sglang").is_dir():
+            return place.absolute()
+    raise ConfigError(f"--checkout {folder}: there is no sglang or python/sglang in it")
+
+
+@contextmanager
+def _launched(
+    arguments: Sequence[str], log: Path, patience: float, key: str | None
+) -> Iterator[tuple[str, str | None]]:
+    """A server of this environment's SGLang, on loopback unless told otherwise; its log is kept."""
+    given = [argument.split("=")[0] for argument in arguments]
+    arguments = list(arguments)
+    if "--model-path" not in given and "--model" not in given:
+        raise ConfigError("--launch: give the server's arguments after --, with --model-path")
+    found = {name: _after(arguments, name) for name in ("--host", "--port", "--api-key")}
+    if found["--port"] is None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            found["--port"] = str(free.getsockname()[1])
+        arguments += ["--port", found["--port"]]
+    host = found["--host"] or "127.0.0.1"
+    if found["--host"] is None:
+        arguments += ["--host", host]
+    host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    wire = Wire(f"http://{host}:{found['--port']}", key=found["--api-key"] or key, timeout=10)
+    command = [sys.executable, "-P", "-m", "sglang.launch_server", *arguments]
+    with (
+        log.open("ab") as out,
+        children.started(
+            command, env=dict(os.environ), stdout=out.fileno(), stderr=out.fileno()
+        ) as process,
+    ):
+        try:
+            limit = time.monotonic() + patience
+            while not wire.healthy():
+                if process.poll() is not None:
+                    raise ConfigError(
+                        f"the server ended with status {process.returncode} before it answered; "
+                        f"see {log}"
+                    )
+                if time.monotonic() > limit:
+                    raise ConfigError(f"the server was not ready after {patience:g} s; see {log}")
+                time.sleep(1)
+            yield wire.url, found["--api-key"] or key
+        finally:
+            children.end(process)
+
+
+def _after(arguments: Sequence[str], name: str) -> str | None:
+    """The value of an option."""
+    for place, argument in enumerate(arguments):
+        if argument == name and place + 1 < len(arguments):
+            return arguments[place + 1]
+        if argument.startswith(name + "="):
+            return argument.split("=", 1)[1]
+    return None
