@@ -25,7 +25,7 @@ SAMPLES, SHAPES = 48, 4
 TRIES, SECONDS = 60, 60.0
 
 #: Results that say nothing of a cache, unless they are bad.
-COLD = ("cold", "reference")
+COLD = ("cold", "reference", "server")
 
 #: The cold log-probabilities of given tokens after a prompt, from somebody else than the server.
 Reference = Callable[[Sequence[int], Sequence[int]], list[float]]
@@ -87,14 +87,20 @@ class Audit:
 
 @dataclass
 class Auditor:
-    """How an audit is made. ``may_flush``: the server is ours, and its cache may be emptied."""
+    """How an audit is made.
+
+    ``may_flush``: the server is ours, and its cache may be emptied. ``ended`` says why it runs no
+    more, or nothing. ``shrink``: look for the smallest plan that shows a fault.
+    """
 
     wire: Wire
     facts: Facts
     watcher: Watcher
     seed: int = 0
     may_flush: bool = False
+    shrink: bool = True
     reference: Reference | None = None
+    ended: Callable[[], str] = lambda: ""
 
     def run(self, chosen: Sequence[Scenario]) -> Audit:
         begun = time.monotonic()
@@ -103,6 +109,9 @@ class Auditor:
             self._run(chosen, audit)
         except WireError as error:
             audit.broken = str(error)
+            if said := self.ended():
+                found = Judgement(Verdict.FAULT, said)
+                self._add(audit, Result("server", "It lives as long as it is asked", found))
         except KeyboardInterrupt:
             audit.broken = "interrupted"
         audit.seconds = time.monotonic() - begun
@@ -118,8 +127,8 @@ class Auditor:
         assert audit.noise is not None
         for scenario, plan in plans:
             if plan is None:
-                why = Judgement(Verdict.NOT_TESTED, scenario.needs(self.facts))
-                self._add(audit, Result(scenario.name, scenario.purpose, why))
+                untried = Judgement(Verdict.NOT_TESTED, scenario.needs(self.facts))
+                self._add(audit, Result(scenario.name, scenario.purpose, untried))
             else:
                 self._scenario(audit, scenario, plan, audit.noise)
         for name, why in scenarios.UNTRIED.items():
@@ -134,8 +143,8 @@ class Auditor:
         begun = time.monotonic()
         facts, dice = self.facts, random.Random(f"cold {self.seed}")
         writer = scenarios.Writer(facts, dice)
-        steps = []
-        while sum(map(len, steps)) < SAMPLES:
+        steps: list[tuple[Ask, ...]] = []
+        while sum(len(step) for step in steps) < SAMPLES:
             count = dice.randint(1, min(SHAPES, max(1, facts.running)))
             lengths = [dice.randint(1, 4 * facts.window) for _ in range(count)]
             if facts.chunk and dice.random() < 0.25:
@@ -198,7 +207,7 @@ class Auditor:
         result = Result(
             scenario.name, scenario.purpose, found, plan, answers, comparisons, limit=noise.limit
         )
-        if comparisons and max(each.largest for each in comparisons) > noise.limit:
+        if self.shrink and any(each.largest > noise.limit for each in comparisons):
             result.smallest = self._smallest(result, noise)
         result.seconds = time.monotonic() - begun
         self._add(audit, result)

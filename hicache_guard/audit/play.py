@@ -17,20 +17,24 @@ from hicache_guard.audit.plan import Answer, Ask, Plan
 from hicache_guard.audit.wire import Wire, WireError
 
 _numbers = itertools.count(1)
+#: How the names of our requests, and of our parts of the cache, begin.
+OURS = "hicache-guard-"
 #: Told apart from whatever else is in the cache of a running server.
 _RUN = uuid.uuid4().hex[:12]
 
 
 def space(what: str) -> str:
     """A part of the cache that nobody used before."""
-    return f"hicache-guard-{_RUN}-{what}-{next(_numbers)}"
+    return f"{OURS}{_RUN}-{what}-{next(_numbers)}"
 
 
 def play(
     wire: Wire, plan: Plan, told: Callable[[Answer], None] = lambda _answer: None
 ) -> list[Answer]:
     """The answers of a plan, in its order; ``told`` hears of each."""
-    here, answers, found = space(plan.scenario), {}, []
+    here = space(plan.scenario)
+    answers: dict[str, Answer] = {}
+    found: list[Answer] = []
     with ThreadPoolExecutor(max_workers=max((len(step) for step in plan.steps), default=1)) as pool:
         for step in plan.steps:
             asks = [_whole(ask, answers) for ask in step]

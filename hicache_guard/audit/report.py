@@ -6,17 +6,23 @@ Format 1. Lengths are in tokens, times in seconds, ``delta`` is warm less cold l
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from hicache_guard import __version__
 from hicache_guard.audit import judge
 from hicache_guard.audit.audit import COLD, Audit, Result
 from hicache_guard.audit.judge import Comparison
+from hicache_guard.audit.play import OURS
 from hicache_guard.audit.script import program
+from hicache_guard.core.matches import MatchRecord, read_trace
 
 FORMAT = 1
+#: Most matches of a trace that are told.
+MOST = 2000
 
 
 def as_data(audit: Audit, command: str) -> dict[str, Any]:
@@ -50,6 +56,27 @@ def as_data(audit: Audit, command: str) -> dict[str, Any]:
             "comparisons": audit.noise.comparisons,
         }
     return found
+
+
+def traced(files: Iterable[Path]) -> dict[str, Any]:
+    """What a guarded server's traces say of the audit's own matches, for ``data["trace"]``."""
+    matches = []
+    for file in files:
+        for record in read_trace(file):
+            if record["kind"] != "match" or not (record.get("request") or "").startswith(OURS):
+                continue
+            match = MatchRecord.from_trace(record)
+            matches.append(
+                {
+                    "time": match.time,
+                    "request": match.request,
+                    "matched": match.claimed,
+                    "proved": min(match.proved.values(), default=0),
+                    "by_group": dict(match.proved),
+                    "clipped": match.clip,
+                }
+            )
+    return {"matches": matches[-MOST:], "ownership": []}
 
 
 def _scenario(result: Result, audit: Audit) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,13 @@ from hicache_guard.audit import facts, summary
 from hicache_guard.audit.audit import Auditor, Reference
 from hicache_guard.audit.judge import Verdict
 from hicache_guard.audit.page import page
-from hicache_guard.audit.report import as_data
+from hicache_guard.audit.report import as_data, traced
 from hicache_guard.audit.scenarios import SCENARIOS, Scenario
 from hicache_guard.audit.wire import Wire
 from hicache_guard.core.errors import ConfigError
+from hicache_guard.core.matches import TRACE_VAR
 from hicache_guard.core.modes import Mode
-from hicache_guard.embedded import models, reference
+from hicache_guard.embedded import faults, models, reference
 from hicache_guard.embedded.server import ATTENTION, Server
 
 #: Exit statuses: a fault was found; the audit could not be made, or not to its end.
@@ -58,6 +59,12 @@ def audit(
         str, typer.Option(help="Embedded: none, write_through or write_back.")
     ] = "none",
     attention: Annotated[str, typer.Option(help=f"Embedded: {', '.join(ATTENTION)}.")] = "triton",
+    fault: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Embedded: befalls the server, to be found. {', '.join(faults.FAULTS)}."
+        ),
+    ] = None,
     guard: Annotated[str, typer.Option(help="Embedded: off, observe, enforce or strict.")] = "off",
     only: Annotated[
         list[str] | None, typer.Option(help="Scenarios to play; may be repeated.")
@@ -79,6 +86,9 @@ def audit(
     flush: Annotated[
         bool, typer.Option("--flush", help="With --url: the server's cache may be emptied.")
     ] = False,
+    shrink: Annotated[
+        bool, typer.Option(help="Look for the smallest requests that show a fault.")
+    ] = True,
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page.")] = None,
     keep: Annotated[
         Path, typer.Option(help="Folder for programs that show a fault, and logs.")
@@ -98,7 +108,7 @@ def audit(
         )
     if html is not None and not html.absolute().parent.is_dir():
         raise ConfigError(f"--html {html}: there is no folder {html.absolute().parent}")
-    job = _Job(_chosen(only), seed, window, vocabulary, html, keep, as_json)
+    job = _Job(_chosen(only), seed, shrink, window, vocabulary, html, keep, as_json)
     if url is not None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url}: it should begin with http:// or https://")
@@ -113,24 +123,36 @@ def audit(
         )
     if hicache not in ("none", "write_through", "write_back"):
         raise ConfigError(f"--hicache {hicache}: choose none, write_through or write_back")
+    if fault is not None and fault not in faults.FAULTS:
+        raise ConfigError(f"--fault {fault}: choose one of {', '.join(faults.FAULTS)}")
+    if fault is not None and faults.FAULTS[fault].needs_host and hicache == "none":
+        raise ConfigError(f"--fault {fault} needs a host tier: add --hicache write_through")
+    trace = keep.absolute() / "trace.jsonl"
+    for old in keep.glob(trace.name + "*"):
+        old.unlink()
     server = Server(
         checkouts.require(release) if checkout is None else _checkout(checkout),
         model,
         page_size=page_size,
         max_total_tokens=pool,
         chunked_prefill_size=CHUNK,
-        hicache=None if hicache == "none" else hicache,  # type: ignore[arg-type]
+        hicache=None if hicache == "none" else hicache,
+        # A stock one reads full slots of the window pool, and dies beyond its end: C16.
+        swa_ratio=1.0 if attention.endswith("stock") else None,
         attention=attention,
         guard=guard,
+        environment=(faults.environment(fault) if fault else {})
+        | ({TRACE_VAR: str(trace)} if guard != Mode.OFF.value else {}),
         folder=keep / "server",
     )
     with server:
 
         def cold(prompt: Sequence[int], output: Sequence[int]) -> list[float]:
-            found = reference.logprobs(server.model, [*prompt, *output])
-            return [float(one) for one in found[-len(output) :]]
+            rows = reference.logprobs(server.model, [*prompt, *output])[len(prompt) - 1 :]
+            return [float(rows[place, token]) for place, token in enumerate(output)]
 
-        return job.run(Wire(server.url, timeout=timeout), may_flush=True, cold=cold)
+        wire = Wire(server.url, timeout=timeout)
+        return job.run(wire, may_flush=True, cold=cold, ended=server.ended, traces=keep)
 
 
 @dataclass(frozen=True)
@@ -139,14 +161,26 @@ class _Job:
 
     chosen: Sequence[Scenario]
     seed: int
+    shrink: bool
     window: int | None
     vocabulary: int | None
     html: Path | None
     keep: Path
     as_json: bool
 
-    def run(self, wire: Wire, *, may_flush: bool, cold: Reference | None = None) -> int:
-        """Audit a server that runs, and say what was found: the exit status."""
+    def run(
+        self,
+        wire: Wire,
+        *,
+        may_flush: bool,
+        cold: Reference | None = None,
+        ended: Callable[[], str] = lambda: "",
+        traces: Path | None = None,
+    ) -> int:
+        """Audit a server that runs, and say what was found: the exit status.
+
+        ``traces`` is a folder where a guard of it writes to.
+        """
         console = Console(stderr=self.as_json, highlight=False)
         known = facts.ask(wire, window=self.window, vocabulary=self.vocabulary)
         console.print(
@@ -155,8 +189,11 @@ class _Job:
         )
         live = summary.Live(console)
         with live.progress:
-            found = Auditor(wire, known, live, self.seed, may_flush, cold).run(self.chosen)
+            auditor = Auditor(wire, known, live, self.seed, may_flush, self.shrink, cold, ended)
+            found = auditor.run(self.chosen)
         data = as_data(found, shlex.join(["hicache-guard", *sys.argv[1:]]))
+        if traces is not None and (files := sorted(traces.glob("trace.jsonl*"))):
+            data["trace"] = traced(file for file in files if file.suffix != ".1")
         for row in data["scenarios"]:
             if row["smallest"] is not None:
                 self.keep.mkdir(parents=True, exist_ok=True)
@@ -196,16 +233,17 @@ def _launched(
     if "--model-path" not in given and "--model" not in given:
         raise ConfigError("--launch: give the server's arguments after --, with --model-path")
     found = {name: _after(arguments, name) for name in ("--host", "--port", "--api-key")}
-    if found["--port"] is None:
+    port = found["--port"]
+    if port is None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
-            found["--port"] = str(free.getsockname()[1])
-        arguments += ["--port", found["--port"]]
+            port = str(free.getsockname()[1])
+        arguments += ["--port", port]
     host = found["--host"] or "127.0.0.1"
     if found["--host"] is None:
         arguments += ["--host", host]
     host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    wire = Wire(f"http://{host}:{found['--port']}", key=found["--api-key"] or key, timeout=10)
+    wire = Wire(f"http://{host}:{port}", key=found["--api-key"] or key, timeout=10)
     command = [sys.executable, "-P", "-m", "sglang.launch_server", *arguments]
     with (
         log.open("ab") as out,

@@ -10,7 +10,18 @@ from typing import NoReturn
 import typer
 
 from hicache_guard import __version__
-from hicache_guard.cli import bench, dashboard, demo, doctor, patch, releases, repro, trace
+from hicache_guard.cli import (
+    audit,
+    bench,
+    dashboard,
+    demo,
+    doctor,
+    embedded,
+    patch,
+    releases,
+    repro,
+    trace,
+)
 from hicache_guard.core.errors import GuardError
 
 _INTERRUPTED = 130
@@ -25,6 +36,8 @@ app = typer.Typer(
 app.add_typer(releases.app, name="releases")
 app.add_typer(bench.app, name="bench")
 app.add_typer(patch.app, name="patch")
+app.add_typer(embedded.app, name="embedded")
+app.command("audit", context_settings={"allow_extra_args": True})(audit.audit)
 app.command("repro")(repro.repro)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)

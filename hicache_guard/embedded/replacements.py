@@ -1,0 +1,502 @@
+"""What is replaced in the processes of an embedded server, and why: all of it, as one table.
+
+``install()``, which ``shim`` calls in every process, has each replacement made when a module that
+it changes is imported, and says so on stderr. Importing this module imports neither torch nor
+SGLang.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import itertools
+import math
+import os
+import pkgutil
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import wrapt
+
+#: Say in the environment which of ``ATTENTION``, and which module of models, is asked for.
+ATTENTION_VAR, MODELS_VAR = "HICACHE_EMBEDDED_ATTENTION", "HICACHE_EMBEDDED_MODELS"
+
+#: Ways to compute attention, and the backend of the release that each asks for.
+ATTENTION = {
+    "triton": "triton",
+    "triton-uneven": "triton",
+    "torch_native": "torch_native",
+    "torch_native-stock": "torch_native",
+}
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """``make(module)`` replaces something once one of ``modules`` has been imported.
+
+    ``attention`` are those of ``ATTENTION`` for which it is made, ``environment`` is what the
+    server is started with.
+    """
+
+    name: str
+    what: str
+    why: str
+    when: str = "always"
+    modules: tuple[str, ...] = ()
+    make: Callable[[Any], None] = lambda module: None
+    attention: tuple[str, ...] = tuple(ATTENTION)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+# -- processes and imports -----------------------------------------------------------------------
+
+_KERNELS = ("sgl_kernel", "sgl_kernel.kvcacheio")
+
+
+class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a module with nothing in it under each name of ``_KERNELS``."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name not in _KERNELS:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        return types.ModuleType(spec.name)
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        pass
+
+
+def _absent_operations(module: Any) -> None:
+    def absent(name: str) -> Callable[..., Any]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+        def operation(*_args: Any, **_kwargs: Any) -> Any:
+            raise NotImplementedError(f"sgl_kernel.{name} is not there on this machine")
+
+        return operation
+
+    module.__getattr__ = absent
+
+
+def _forked(multiprocessing: Any) -> None:
+    start = multiprocessing.set_start_method
+    multiprocessing.set_start_method = lambda *_args, **_kwargs: start("fork", force=True)
+
+
+def _one_model(sglang: Any) -> None:
+    wanted = os.environ.get(MODELS_VAR)
+    if wanted:
+        there = pkgutil.iter_modules([os.path.join(*sglang.__path__, "srt", "models")])
+        others = sorted(module.name for module in there if module.name != wanted)
+        os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(others)
+
+
+def _no_cuda(torch: Any) -> None:
+    if torch.cuda.is_available():
+        print(
+            "hicache-guard: the embedded server is for machines without CUDA, and this one has it: "
+            "run SGLang itself here",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
+# -- attention -----------------------------------------------------------------------------------
+
+
+def _attended(
+    q: Any, keys: Any, values: Any, scale: float, *, window: int, sinks: Any, cap: float
+) -> Any:
+    """What the last ``len(q)`` of ``len(keys)`` tokens see: those up to ``window`` before each."""
+    import torch
+
+    own = torch.arange(len(keys) - len(q), len(keys))[:, None]
+    other = torch.arange(len(keys))[None, :]
+    seen = (other <= own) & (own - other <= (window if window >= 0 else len(keys)))
+    grouped = q.reshape(len(q), keys.shape[1], -1, q.shape[2])
+    scores = torch.einsum("qhgd,khd->hgqk", grouped, keys.to(q.dtype)) * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        sunk = sinks.to(q.dtype).view(*scores.shape[:2], 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sunk], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : len(keys)]
+    found = torch.einsum("hgqk,khd->qhgd", weights, values.to(q.dtype))
+    return found.reshape(len(q), q.shape[1], values.shape[2])
+
+
+def _rows(indptr: Any, indices: Any) -> list[Any]:
+    return [indices[start:end].long() for start, end in itertools.pairwise(indptr.tolist())]
+
+
+#: Options of the two kernels that are not done in torch.
+_OTHERS = ("score_mod", "enable_lean", "xai_temperature_len")
+
+
+def _refuse_others(options: dict[str, Any]) -> None:
+    asked = [name for name in _OTHERS if options.get(name) not in (None, False, -1)]
+    assert not asked, asked
+
+
+def _decode(
+    q: Any,
+    k: Any,
+    v: Any,
+    out: Any,
+    indptr: Any,
+    indices: Any,
+    _logits: Any,
+    _lse: Any,
+    _splits: Any,
+    _max: Any,
+    scale: float,
+    *_: Any,
+    sinks: Any = None,
+    logit_cap: float = 0.0,
+    **options: Any,
+) -> None:
+    _refuse_others(options)
+    for row, slots in enumerate(_rows(indptr, indices)):
+        one = slice(row, row + 1)
+        out[one] = _attended(
+            q[one], k[slots], v[slots], scale, window=-1, sinks=sinks, cap=logit_cap
+        )
+
+
+def _extend(
+    q: Any,
+    new_k: Any,
+    new_v: Any,
+    out: Any,
+    k: Any,
+    v: Any,
+    starts: Any,
+    indptr: Any,
+    indices: Any,
+    mask: Any,
+    causal: bool,
+    _mask_at: Any,
+    _longest: Any,
+    _k_scale: Any,
+    _v_scale: Any,
+    scale: float | None = None,
+    sliding_window_size: int = -1,
+    sinks: Any = None,
+    logit_cap: float = 0.0,
+    **options: Any,
+) -> None:
+    import torch
+
+    _refuse_others(options)
+    assert mask is None, "no drafts"
+    assert causal, "no encoder"
+    bounds = starts.tolist()
+    scaled = scale or 1 / math.sqrt(q.shape[-1])
+    for row, slots in enumerate(_rows(indptr, indices)):
+        new = slice(bounds[row], bounds[row + 1])
+        keys, values = torch.cat([k[slots], new_k[new]]), torch.cat([v[slots], new_v[new]])
+        out[new] = _attended(
+            q[new], keys, values, scaled, window=sliding_window_size, sinks=sinks, cap=logit_cap
+        )
+
+
+def _around(cls: Any, name: str, by: Callable[..., Any]) -> None:
+    """Have ``by`` called instead of a method, with the original first; the guard goes around it."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return by(original, self, *args, **kwargs)
+
+    setattr(cls, name, method)
+
+
+def _triton_kernels(module: Any) -> None:
+    def made(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> None:
+        original(backend, *args, **kwargs)
+        backend.decode_attention_fwd = _decode
+        backend.extend_attention_fwd = _extend
+
+    _around(module.TritonAttnBackend, "__init__", made)
+
+
+def _even_windows(module: Any) -> None:
+    def made(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> None:
+        original(backend, *args, **kwargs)
+        extend, gathered = backend.extend_attention_fwd, backend.sliding_window_size
+
+        def even(*args: Any, sliding_window_size: int, **kwargs: Any) -> None:
+            before = min(sliding_window_size, gathered - 1)
+            extend(*args, sliding_window_size=before, **kwargs)
+
+        if gathered is not None:
+            backend.extend_attention_fwd = even
+
+    _around(module.TritonAttnBackend, "__init__", made)
+
+
+def _torch_native(module: Any) -> None:
+    """Read where the window layers write, which is at translated slots; and mask the window."""
+    cls = module.TorchNativeAttnBackend
+    under_way: list[Any] = [None, None]
+
+    def noted(
+        original: Callable[..., Any],
+        backend: Any,
+        q: Any,
+        k: Any,
+        v: Any,
+        layer: Any,
+        forward_batch: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        pool = getattr(backend, "token_to_kv_pool", None) or forward_batch.token_to_kv_pool
+        under_way[:] = layer, pool
+        return original(backend, q, k, v, layer, forward_batch, *args, **kwargs)
+
+    def attend(
+        q: Any, out: Any, k: Any, v: Any, table: Any, rows: Any, ends: Any, starts: Any, scale: Any
+    ) -> None:
+        layer, pool = under_way
+        hybrid = getattr(pool, "layers_mapping", None)
+        window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
+        at = 0
+        for row, end, start in zip(rows.tolist(), ends.tolist(), starts.tolist(), strict=True):
+            slots = table[row, :end].long()
+            if hybrid is not None and hybrid[layer.layer_id][1]:
+                slots = pool.translate_loc_from_full_to_swa(slots).long()
+            new = slice(at, at := at + end - start)
+            out[new] = _attended(
+                q[new], k[slots], v[slots], scale, window=window, sinks=None, cap=0.0
+            )
+
+    def extend(_original: Any, _backend: Any, *asked: Any, scaling: float, **_: Any) -> None:
+        q, out, k, v, table, rows, ends, starts, *_rest = asked
+        attend(q, out, k, v, table, rows, ends, starts, scaling)
+
+    def decode(_original: Any, _backend: Any, *asked: Any, scaling: float, **_: Any) -> None:
+        q, out, k, v, table, rows, ends, *_rest = asked
+        attend(q, out, k, v, table, rows, ends, ends - 1, scaling)
+
+    for name in ("forward_extend", "forward_decode"):
+        _around(cls, name, noted)
+    _around(cls, "_run_sdpa_forward_extend", extend)
+    _around(cls, "_run_sdpa_forward_decode", decode)
+
+
+# -- HiCache -------------------------------------------------------------------------------------
+
+
+def _copied(
+    src_layers: list[Any], dst_layers: list[Any], src_indices: Any, dst_indices: Any, page_size: int
+) -> None:
+    for source, to in zip(src_layers, dst_layers, strict=True):
+        to[dst_indices.long()] = source[src_indices.long()]
+
+
+def _copied_to_pages(
+    src_ptrs: list[Any], dst_ptrs: list[Any], src_indices: Any, dst_indices: Any, page_size: int
+) -> None:
+    """Layers of keys, then of values, to pages that hold all layers of either."""
+    layers, there = len(src_ptrs) // len(dst_ptrs), dst_indices.long()
+    for number, source in enumerate(src_ptrs):
+        pages = dst_ptrs[number // layers]
+        pages[there // page_size, number % layers, there % page_size] = source[src_indices.long()]
+
+
+def _copied_from_pages(
+    src_ptrs: list[Any],
+    dst_ptrs: list[Any],
+    src_indices: Any,
+    dst_indices: Any,
+    layer_id: int,
+    page_size: int,
+) -> None:
+    here = src_indices.long()
+    for pages, to in zip(src_ptrs, dst_ptrs, strict=True):
+        to[dst_indices.long()] = pages[here // page_size, layer_id, here % page_size]
+
+
+_COPIES = {
+    "transfer_kv_direct": _copied,
+    "transfer_kv_all_layer_direct_lf_pf": _copied_to_pages,
+    "transfer_kv_per_layer_direct_pf_lf": _copied_from_pages,
+}
+
+
+#: Modules of host pools: up to 0.5.13 all is in the last, from 0.5.16 on in the others.
+_HOST_POOLS = (
+    "sglang.srt.mem_cache.pool_host.common",
+    "sglang.srt.mem_cache.pool_host.mha",
+    "sglang.srt.mem_cache.memory_pool_host",
+)
+
+
+def _streams(torch: Any) -> None:
+    torch.cpu.Stream.synchronize = lambda stream: None
+    torch.cpu.Stream.query = lambda stream: True
+
+
+def _host_copies(module: Any) -> None:
+    vars(module).update(_COPIES)
+
+
+def _host_memory(module: Any) -> None:
+    if not hasattr(module, "alloc_with_host_register"):
+        return
+    allocate = module.alloc_with_host_register
+
+    def unpinned(*args: Any, pin_memory: bool, **kwargs: Any) -> Any:
+        return allocate(*args, pin_memory=False, **kwargs)
+
+    module.ALLOC_MEMORY_FUNCS["cpu"] = unpinned
+
+
+class _Unpinned(wrapt.ObjectProxy[Any]):
+    """``torch`` for a module that pins memory without asking whether there is a device."""
+
+    def tensor(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return self.__wrapped__.tensor(*args, **kwargs)
+
+
+def _unpinned(module: Any) -> None:
+    module.torch = _Unpinned(module.torch)
+
+
+TABLE = (
+    Replacement(
+        "CPU engine",
+        "environment variable SGLANG_USE_CPU_ENGINE",
+        "without AMX in the processor a release takes the machine for no device at all",
+        environment={"SGLANG_USE_CPU_ENGINE": "1"},
+    ),
+    Replacement(
+        "Triton interpreted",
+        "environment variable TRITON_INTERPRET",
+        "Triton compiles for no CPU: kernels that gather slots and allocate pages are interpreted",
+        environment={"TRITON_INTERPRET": "1"},
+    ),
+    Replacement(
+        "no CUDA",
+        "nothing: a process that sees CUDA ends with status 2",
+        "what is replaced here would hide the kernels that such a machine has",
+        modules=("torch",),
+        make=_no_cuda,
+    ),
+    Replacement(
+        "processes forked",
+        "multiprocessing.set_start_method",
+        "SGLang is imported once, and not by each of three processes",
+        modules=("multiprocessing",),
+        make=_forked,
+    ),
+    Replacement(
+        "one model",
+        "environment variable SGLANG_DISABLED_MODEL_ARCHS",
+        "importing two hundred models takes longer than all else",
+        when="a model of ours",
+        modules=("sglang",),
+        make=_one_model,
+    ),
+    Replacement(
+        "sgl_kernel",
+        "the package: it can be imported, its operations raise when they are called",
+        "no wheel of it runs on a CPU, and 0.5.12 and 0.5.13 name it in imports of every process",
+        when="where a release imports it",
+        modules=_KERNELS,
+        make=_absent_operations,
+    ),
+    Replacement(
+        "streams",
+        "torch.cpu.Stream.synchronize, and query",
+        "HiCache waits for its streams, and those of torch.cpu lack the two",
+        when="HiCache; they do nothing, as copies are done when they are asked for",
+        modules=("torch",),
+        make=_streams,
+    ),
+    Replacement(
+        "host memory",
+        "ALLOC_MEMORY_FUNCS, of host pools",
+        "memory is pinned by CUDA's runtime, which is not there",
+        when="HiCache",
+        modules=_HOST_POOLS,
+        make=_host_memory,
+    ),
+    Replacement(
+        "host copies",
+        "transfer_kv_…, of host pools, in torch",
+        "they are sgl_kernel's; those of hicache_io_backend=direct are done",
+        when="HiCache",
+        modules=_HOST_POOLS,
+        make=_host_copies,
+    ),
+    Replacement(
+        "log-probabilities unpinned",
+        "torch.tensor, of the logits processor",
+        "it pins memory without asking whether there is a device",
+        when="0.5.12 and its post-release, where log-probabilities of a prompt are asked for",
+        modules=("sglang.srt.layers.logits_processor",),
+        make=_unpinned,
+    ),
+    Replacement(
+        "Triton attention",
+        "decode_attention_fwd and extend_attention_fwd, of the Triton backend, in torch",
+        "interpreted they take 0.7 s a pass; what slots they read the backend's own code gathers",
+        when="attention triton, triton-uneven",
+        modules=("sglang.srt.layers.attention.triton_backend",),
+        make=_triton_kernels,
+        attention=("triton", "triton-uneven"),
+    ),
+    Replacement(
+        "even windows",
+        "sliding_window_size of extend_attention_fwd: at most what a decode step gathers",
+        "a decode step of Gemma 4 and MiMo-V2 sees one token less than a prefill, in every release "
+        "to 0.5.23, so that an answer depends on which of them computed a token's KV",
+        when="attention triton; triton-uneven leaves it as it is",
+        modules=("sglang.srt.layers.attention.triton_backend",),
+        make=_even_windows,
+        attention=("triton",),
+    ),
+    Replacement(
+        "torch_native attention",
+        "_run_sdpa_forward_extend and …_decode, of the torch_native backend",
+        "it writes window layers at translated slots and reads them at slots of the full pool "
+        "(C16), and up to 0.5.12 knows no window",
+        when="attention torch_native; torch_native-stock leaves it as it is",
+        modules=("sglang.srt.layers.attention.torch_native_backend",),
+        make=_torch_native,
+        attention=("torch_native",),
+    ),
+)
+
+
+def environment(attention: str, models: str) -> dict[str, str]:
+    """What a server is started with, so that its processes make what is asked for."""
+    found = {ATTENTION_VAR: attention, MODELS_VAR: models}
+    for replacement in TABLE:
+        found |= replacement.environment
+    return found
+
+
+def install() -> None:
+    """Have everything made that the environment asks for."""
+    sys.meta_path.append(_Empty())
+    attention = os.environ.get(ATTENTION_VAR, "triton")
+    for replacement in TABLE:
+        if attention in replacement.attention:
+            for module in replacement.modules:
+                wrapt.register_post_import_hook(functools.partial(_make, replacement), module)
+
+
+def _make(replacement: Replacement, module: Any) -> None:
+    replacement.make(module)
+    print(f"embedded: {replacement.name} ({module.__name__})", file=sys.stderr, flush=True)

@@ -1,0 +1,97 @@
+"""A real server is audited: healthy ones are found healthy, faulty ones are not.
+
+The audit's own mutations are those of its parts; here the server is what is mutated: with a fault
+injected it is found, and with the guard around the same fault its answers are those of a cold run.
+``scripts/audit-faults`` does that for every fault there is, ``scripts/audit-nightly`` audits every
+release and model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from programs import fetched
+
+from hicache_guard.embedded.server import Server
+
+GUARD = str(Path(sys.executable).with_name("hicache-guard"))
+SHORT = ("--only", "shared-prefix", "--only", "resume-points")
+
+pytestmark = pytest.mark.sglang
+
+
+def audited(folder: Path, *arguments: str, version: str = "0.5.23") -> tuple[int, dict[str, Any]]:
+    """The exit status of an audit, and its data."""
+    fetched(version)
+    command = [GUARD, "audit", "--json", "--release", version, "--keep", str(folder), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def verdicts(found: dict[str, Any]) -> dict[str, str]:
+    return {row["name"]: row["verdict"] for row in found["scenarios"] if row["requests"]}
+
+
+def test_a_guarded_and_patched_server_is_healthy(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    shutil.copytree(fetched("0.5.23"), tree)
+    subprocess.run([GUARD, "patch", "apply", str(tree)], check=True, capture_output=True)
+    page = tmp_path / "page.html"
+    status, found = audited(
+        tmp_path, "--checkout", str(tree), "--guard", "enforce", "--html", str(page),
+        "--only", "full-pressure", *SHORT,
+    )  # fmt: skip
+    assert status == 0, found
+    assert set(verdicts(found).values()) == {"noise"}
+    hits = {row["name"]: row["hits"] for row in found["scenarios"]}
+    assert hits["shared-prefix"] >= 8, "no hit, no audit"
+    assert hits["full-pressure"] > 0
+    # The cold run agrees with a forward pass in float64 that shares no code with SGLang.
+    reference = next(row for row in found["scenarios"] if row["name"] == "reference")
+    assert reference["largest"] < 2e-4
+    assert "hicache-guard audit" in page.read_text()
+
+
+def test_an_old_release_is_healthy(tmp_path: Path) -> None:
+    status, found = audited(tmp_path, *SHORT, version="0.5.12")
+    assert status == 0, found
+    assert verdicts(found)["shared-prefix"] == "noise"
+
+
+@pytest.mark.parametrize("version", ["0.5.23", pytest.param("0.5.18", marks=pytest.mark.slow)])
+def test_the_live_upstream_fault_is_found(version: str, tmp_path: Path) -> None:
+    """C16: the release's own torch_native attention, on a stock release."""
+    status, found = audited(
+        tmp_path, "--attention", "torch_native-stock", "--only", "shared-prefix", version=version
+    )
+    assert status == 1
+    assert verdicts(found)["shared-prefix"] == "fault"
+    small = next(row for row in found["scenarios"] if row["name"] == "shared-prefix")["smallest"]
+    assert small["requests"] == 1, "one request is enough"
+    program = tmp_path / small["name"]
+    with Server(
+        version, page_size=16, max_total_tokens=1536, swa_ratio=1.0, chunked_prefill_size=128,
+        attention="torch_native-stock",
+    ) as server:  # fmt: skip
+        again = subprocess.run(
+            [sys.executable, str(program), server.url], capture_output=True, text=True, timeout=100
+        )
+    assert again.returncode == 1, again.stderr
+
+
+@pytest.mark.parametrize("fault", ["tail-freed", pytest.param("shifted", marks=pytest.mark.slow)])
+def test_an_injected_fault_is_found_and_contained(fault: str, tmp_path: Path) -> None:
+    with_fault = ("--fault", fault, "--no-shrink", *SHORT)
+    status, found = audited(tmp_path, *with_fault)
+    assert status == 1
+    assert verdicts(found)["shared-prefix"] == "fault"
+    status, found = audited(tmp_path, *with_fault, "--guard", "enforce")
+    assert status == 0, found
+    assert set(verdicts(found).values()) == {"noise"}

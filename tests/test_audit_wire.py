@@ -1,0 +1,313 @@
+"""A server that dies, hangs, or answers nonsense on the way ends an audit with one clear line.
+
+The server is a stand-in that answers log-probabilities made of a hash of the tokens before, so a
+whole audit of it finds nothing; then it fails from some request on. What real servers answer is in
+``test_audit_embedded``. Mutations seen to fail: no ``status_code`` check, no JSON check, time-outs
+not caught, results dropped where an audit breaks off, cold readings that may be cached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache_guard.audit.plan import Ask, Leave
+from hicache_guard.audit.wire import Wire, WireError
+from hicache_guard.cli import main
+
+INFO = {
+    "version": "0.0", "model_path": "nowhere", "page_size": 4, "chunked_prefill_size": 64,
+    "max_total_num_tokens": 400, "context_length": 300, "max_running_requests": 4,
+    "dtype": "float32", "swa_full_tokens_ratio": 0.5,
+}  # fmt: skip
+
+
+def logprob(tokens: list[int]) -> float:
+    """Of the last token, after those before it."""
+    digest = hashlib.sha256(str(tokens).encode()).digest()
+    return -0.1 - digest[0] / 64
+
+
+class Model(ThreadingHTTPServer):
+    """Remembers prompts by extra key; ``fails`` from the ``after``-th generation on."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.known: dict[str, list[list[int]]] = {}
+        self.asked, self.after, self.fails = 0, 10**9, ""
+        self.flushed = 0
+        self.key: str | None = None
+        self.tells_keys_apart = True
+        self.lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        pass  # clients hang up on purpose
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Model
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def _send(self, body: bytes, status: int = 200) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _allowed(self) -> bool:
+        key = self.server.key
+        if key is None or self.headers.get("Authorization") == f"Bearer {key}":
+            return True
+        self._send(b"no", 401)
+        return False
+
+    def do_GET(self) -> None:
+        if self._allowed():
+            self._send(json.dumps(INFO).encode())
+
+    def do_POST(self) -> None:
+        wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
+        if not self._allowed():
+            return
+        if self.path == "/flush_cache":
+            self.server.flushed += 1
+            self.server.known.clear()
+        if self.path != "/generate":
+            self._send(b"{}")
+            return
+        with self.server.lock:
+            self.server.asked += 1
+            failing = self.server.fails if self.server.asked > self.server.after else ""
+        if failing == "dies":
+            self.server.socket.close()
+            self.connection.close()
+        elif failing == "hangs":
+            time.sleep(5)
+        elif failing == "500":
+            self._send(b"Traceback (most recent call last):\n  boom", 500)
+        elif failing == "garbage":
+            self._send(b"<html>\xff\x00")
+        elif failing == "other":
+            self._send(b'{"text": "hello"}')
+        elif failing == "list":
+            self._send(b"[]")
+        elif wanted.get("stream"):
+            self._stream()
+        else:
+            self._send(json.dumps({"meta_info": self._answer(wanted)}).encode())
+
+    def _stream(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        for part in range(10):
+            self.wfile.write(b"data: " + json.dumps({"part": part}).encode() + b"\n\n")
+
+    def _answer(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        ids, count = wanted["input_ids"], wanted["sampling_params"]["max_new_tokens"]
+        space = wanted["extra_key"] if self.server.tells_keys_apart else ""
+        known = self.server.known.setdefault(space, [])
+        cached = max((_common(ids, other) for other in known), default=0)
+        known.append(ids)
+        rows: list[list[Any]] = []
+        whole = list(ids)
+        for _ in range(count):
+            whole.append(int.from_bytes(hashlib.sha256(str(whole).encode()).digest()[:2]) % 1000)
+            rows.append([logprob(whole), whole[-1], None])
+        told: list[list[Any]] = []
+        if (start := wanted["logprob_start_len"]) >= 0:
+            told = [[None, ids[start], None]]
+            told += [
+                [logprob(ids[: end + 1]), ids[end], None] for end in range(start + 1, len(ids))
+            ]
+        return {
+            "finish_reason": {"type": "length"},
+            "cached_tokens": min(cached, len(ids) - 1) // 4 * 4,
+            "output_token_logprobs": rows,
+            "output_top_logprobs": [[row] for row in rows],
+            "input_token_logprobs": told,
+            "input_top_logprobs": [[row] if row[0] is not None else None for row in told],
+        }
+
+
+def _common(one: list[int], other: list[int]) -> int:
+    return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
+                min(len(one), len(other)))  # fmt: skip
+
+
+@pytest.fixture
+def model() -> Iterator[Model]:
+    server = Model()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@dataclass
+class Done:
+    """What a command left behind, as of a process."""
+
+    returncode: Any
+    stdout: str
+    stderr: str
+
+
+Command = Callable[..., Done]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs ``hicache-guard audit`` in this process; the import of torch takes seconds."""
+
+    def run(*arguments: str) -> Done:
+        monkeypatch.setattr(sys, "argv", ["hicache-guard", "audit", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main.run()
+        told = capsys.readouterr()
+        return Done(ended.value.code, told.out, told.err)
+
+    return run
+
+
+@pytest.fixture
+def audit(command: Command, model: Model, tmp_path: Path) -> Command:
+    """Audits the stand-in."""
+
+    def run(*more: str) -> Done:
+        return command(
+            "--url", model.url, "--window", "16", "--timeout", "1", "--only", "shared-prefix",
+            "--only", "turns", "--keep", str(tmp_path / "kept"), "--json", *more,
+        )  # fmt: skip
+
+    return run
+
+
+def test_a_right_server_is_found_right(model: Model, audit: Command, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    done = audit("--html", str(page))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["verdict"] == "equal"
+    assert {row["name"]: row["verdict"] for row in found["scenarios"]} == {
+        "cold": "equal", "shared-prefix": "equal", "turns": "equal",
+        "sessions": "not tested", "storage": "not tested",
+    }  # fmt: skip
+    assert model.flushed == 0, "a running server's cache is not ours to empty"
+    assert "<html" in page.read_text()
+    assert audit("--flush").returncode == 0
+    assert model.flushed > 0
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        ("dies", "nobody answers"),
+        ("hangs", "no answer within 1 s"),
+        ("500", "status 500"),
+        ("garbage", "not JSON"),
+        ("other", "not what SGLang answers"),
+        ("list", "not what SGLang answers"),
+    ],
+)
+def test_what_was_measured_until_then_is_kept(
+    model: Model, audit: Command, fails: str, said: str
+) -> None:
+    model.fails, model.after = fails, 110  # the cold part is 97 or so
+    done = audit()
+    assert done.returncode in (1, 2), done.stderr
+    assert "Traceback (most" not in done.stderr
+    found = json.loads(done.stdout)
+    assert said in json.dumps(found)
+    assert found["scenarios"][0]["name"] == "cold"
+    assert found["scenarios"][0]["verdict"] == "equal"
+    assert found["broken"] or found["verdict"] == "fault"
+
+
+def test_readings_that_are_not_cold_prove_nothing(model: Model, audit: Command) -> None:
+    model.tells_keys_apart = False
+    done = audit()
+    assert done.returncode == 2
+    assert "does not tell extra keys apart" in json.loads(done.stdout)["broken"]
+
+
+def test_key_is_sent_and_asked_for(model: Model, audit: Command) -> None:
+    model.key = "secret"
+    done = audit()
+    assert done.returncode == 2
+    assert "--api-key" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert audit("--api-key", "secret").returncode == 0
+
+
+def test_nobody_there_is_one_line(command: Command) -> None:
+    done = command("--url", "http://127.0.0.1:9")
+    assert done.returncode == 2
+    assert "nobody answers" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--url", "localhost:1"],
+        ["--url", "http://x", "--launch"],
+        ["--only", "nonsense"],
+        ["--launch"],
+        ["--launch", "--", "--port", "1"],
+        ["--guard", "maybe"],
+        ["--hicache", "sideways"],
+        ["--model", "huge"],
+        ["--release", "9.9"],
+        ["--checkout", "/nowhere"],
+        ["--html", "/nowhere/at/all.html"],
+        ["surplus"],
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = command(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert not done.stdout
+
+
+def test_requests_that_leave_are_answers(model: Model) -> None:
+    wire = Wire(model.url, timeout=5)
+    for leave in Leave:
+        for leaves in (0, 3):
+            ask = Ask("one", (1, 2, 3), 8, leave=leave, leaves=leaves)
+            answer = wire.generate(ask, rid=f"{leave}{leaves}", space="here")
+            assert answer.finish == leave.value
+            assert not answer.whole
+
+
+def test_readings_are_of_the_tokens_given(model: Model) -> None:
+    wire = Wire(model.url, timeout=5)
+    answer = wire.generate(Ask("one", (5, 6, 7), 4), rid="one", space="here")
+    again = wire.reread(answer.ask.prompt, answer.output, space="there")
+    assert again.output == answer.output
+    assert again.logprobs == answer.logprobs
+    with pytest.raises(WireError, match="nobody answers"):
+        Wire("http://127.0.0.1:9").reread((1,), (2,), space="x")
