@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -210,6 +212,7 @@ def test_a_right_server_is_found_right(model: Model, audit: Command, tmp_path: P
     assert found["verdict"] == "equal"
     assert {row["name"]: row["verdict"] for row in found["scenarios"]} == {
         "cold": "equal", "shared-prefix": "equal", "turns": "equal",
+        "speculation": "not tested", "disaggregation": "not tested",
         "sessions": "not tested", "storage": "not tested",
     }  # fmt: skip
     assert model.flushed == 0, "a running server's cache is not ours to empty"
@@ -241,6 +244,23 @@ def test_what_was_measured_until_then_is_kept(
     assert found["scenarios"][0]["name"] == "cold"
     assert found["scenarios"][0]["verdict"] == "equal"
     assert found["broken"] or found["verdict"] == "fault"
+
+
+def test_interrupted_audits_keep_what_they_have(model: Model, tmp_path: Path) -> None:
+    model.fails, model.after = "hangs", 110
+    program = [sys.executable, "-P", "-m", "hicache_guard.cli.main", "audit", "--url", model.url]
+    program += ["--window", "16", "--keep", str(tmp_path), "--json", "--timeout", "3"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while model.asked <= model.after:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        told, errors = process.communicate(timeout=60)
+    assert process.returncode == 2, errors
+    assert b"Traceback" not in errors
+    found = json.loads(told)
+    assert found["broken"] == "interrupted"
+    assert found["scenarios"][0]["verdict"] == "equal"
 
 
 def test_readings_that_are_not_cold_prove_nothing(model: Model, audit: Command) -> None:

@@ -132,7 +132,8 @@ class Auditor:
             else:
                 self._scenario(audit, scenario, plan, audit.noise)
         for name, why in scenarios.UNTRIED.items():
-            self._add(audit, Result(name, "", Judgement(Verdict.NOT_TESTED, why)))
+            if said := why(self.facts):
+                self._add(audit, Result(name, "", Judgement(Verdict.NOT_TESTED, said)))
 
     def _add(self, audit: Audit, result: Result) -> None:
         audit.results.append(result)

@@ -298,8 +298,19 @@ SCENARIOS = (
     Scenario("churn", "Long random traffic of all of that over recycled pages", _churn),
 )  # fmt: skip
 
-#: What no client can ask for here, and why.
-UNTRIED = {
-    "sessions": "the sessions of SGLang's API are not driven yet; conversations are (turns)",
-    "storage": "a third tier is not driven yet",
+
+def _speculation(facts: Facts) -> str:
+    return "the server does not speculate" if facts.speculative == "no" else ""
+
+
+def _disaggregation(facts: Facts) -> str:
+    return "" if facts.disaggregation != "no" else "prefill and decode run in one server"
+
+
+#: What is not played for itself, and why; where it says nothing, all that was played had it.
+UNTRIED: dict[str, Callable[[Facts], str]] = {
+    "speculation": _speculation,
+    "disaggregation": _disaggregation,
+    "sessions": lambda _facts: "SGLang's sessions are not driven yet; conversations are (turns)",
+    "storage": lambda _facts: "a third tier is not driven yet",
 }

@@ -123,6 +123,8 @@ class Server:
             "context_length": max_total_tokens,
             "chunked_prefill_size": chunked_prefill_size,
             "random_seed": 1,
+            # or a scheduler without work takes a core of the two that there may be
+            "sleep_on_idle": True,
             **({} if swa_ratio is None else {"swa_full_tokens_ratio": swa_ratio}),
             **({} if hicache is None else _hicache(hicache, hicache_ratio, hicache_size)),
             **(arguments or {}),
