@@ -39,13 +39,19 @@ def verdicts(found: dict[str, Any]) -> dict[str, str]:
     return {row["name"]: row["verdict"] for row in found["scenarios"] if row["requests"]}
 
 
-def test_a_guarded_and_patched_server_is_healthy(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
+@pytest.fixture(scope="module")
+def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """0.5.23 with all of our patches."""
+    tree = tmp_path_factory.mktemp("patched") / "tree"
     shutil.copytree(fetched("0.5.23"), tree)
     subprocess.run([GUARD, "patch", "apply", str(tree)], check=True, capture_output=True)
+    return tree
+
+
+def test_a_guarded_and_patched_server_is_healthy(patched: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     status, found = audited(
-        tmp_path, "--checkout", str(tree), "--guard", "enforce", "--html", str(page),
+        tmp_path, "--checkout", str(patched), "--guard", "enforce", "--html", str(page),
         "--only", "full-pressure", *SHORT,
     )  # fmt: skip
     assert status == 0, found

@@ -177,6 +177,23 @@ def _shift(allocator: Any, row: Any, length: int) -> None:
     mapping[slots] = moved.clamp(max=int(mapping.max())) * (mapping[slots] > 0)
 
 
+def _clear(allocator: Any, row: Any, length: int) -> None:
+    allocator.full_to_swa_index_mapping[row[_page_before(length, allocator)]] = 0
+
+
+def _crossing() -> Faulty:
+    before: list[Any] = []
+
+    def cross(allocator: Any, row: Any, length: int) -> None:
+        slots = row[_page_before(length, allocator)]
+        mapping = allocator.full_to_swa_index_mapping
+        if before and (mapping[before[-1]] > 0).all():
+            mapping[slots] = mapping[before[-1]]
+        before.append(slots)
+
+    return _on_finish(cross, 5)()
+
+
 def _shared_page() -> Faulty:
     strikes, before = Every(4), [None]
 
@@ -234,28 +251,6 @@ def _lying_translation() -> Faulty:
         return found.new_tensor(kept).reshape(found.shape)
 
     return translate
-
-
-def _evicted_forgotten() -> Faulty:
-    due, struck = Every(2), set()
-
-    def run_batch(original: Original, scheduler: Any, batch: Any, *a: Any, **k: Any) -> Any:
-        found = original(scheduler, batch, *a, **k)
-        for req in batch.reqs:
-            # Newer releases have one for each part of the tree.
-            by_part = getattr(getattr(req, "kv", None), "component_evicted_seqlens", None)
-            evicted = max(by_part.values(), default=0) if by_part else 0
-            evicted = evicted or getattr(req, "swa_evicted_seqlen", 0)
-            if not evicted or not (req.rid in struck or due()):
-                continue
-            struck.add(req.rid)
-            if by_part:
-                by_part.clear()
-            else:
-                req.swa_evicted_seqlen = 0
-        return found
-
-    return run_batch
 
 
 def _host_page_twice() -> Faulty:
@@ -326,6 +321,16 @@ FAULTS = {
             _on_finish(_free_prefix, 3),
         ),
         Fault(
+            "cleared", "entries of the mapping are emptied while the tree holds their slots",
+            "a reset of the mapping", _SCHEDULER, ("Scheduler",), ("run_batch",),
+            _on_finish(_clear, 8),
+        ),
+        Fault(
+            "crossed", "a prefix's entries lead to the window page of another prefix",
+            "a remapping to a page that is taken", _SCHEDULER, ("Scheduler",), ("run_batch",),
+            _crossing,
+        ),
+        Fault(
             "shared-page", "two requests' full pages lead to one window page",
             "a window page with two owners", _ALLOCATORS, _ALLOCATOR, ("alloc_extend",),
             _shared_page,
@@ -340,10 +345,6 @@ FAULTS = {
             "a cache of translations that nobody empties",
             ("sglang.srt.mem_cache.swa_memory_pool",), ("SWAKVPool",),
             ("translate_loc_from_full_to_swa",), _lying_translation,
-        ),
-        Fault(
-            "evicted-forgotten", "a request forgets how much of its window slid away",
-            "a lost tombstone", _SCHEDULER, ("Scheduler",), ("run_batch",), _evicted_forgotten,
         ),
         Fault(
             "host-page-twice", "a host page is handed out while another prefix lies in it",
