@@ -76,6 +76,37 @@ if {lock} > 0:
     {brought} = torch.cat(({brought}[:start], kept, {brought}[{after}:]))
 """
 
+#: Attention of a layer whose KV lies in the window pool, to what is in the window and where it is.
+#: ``{what}`` says whether a token sees no later ones, and how many tokens of each request are new.
+_WINDOW_LAYER = """
+home = self if hasattr(self, "token_to_kv_pool") else forward_batch
+pool, table = home.token_to_kv_pool, home.req_to_token_pool.req_to_token
+_, is_window_layer = getattr(pool, "layers_mapping", {{}}).get(layer.layer_id, (0, False))
+if is_window_layer and forward_batch.encoder_lens is None:
+    rows, lengths = forward_batch.req_pool_indices.tolist(), forward_batch.seq_lens.tolist()
+    {what}
+    keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+    reach, done = layer.sliding_window_size, 0
+    if not causal or reach is None or reach < 0:
+        reach = max(lengths, default=0)
+    for row, length, new in zip(rows, lengths, added):
+        first = max(length - new - reach, 0)
+        slots = pool.translate_loc_from_full_to_swa(table[row, first:length])
+        at = torch.arange(first, length, device=slots.device)
+        apart = at[len(at) - new :, None] - at
+        ours = slice(done, done + new)
+        o_[ours] = scaled_dot_product_attention(
+            q_[ours].transpose(0, 1)[None],
+            keys[slots].to(q_.dtype).transpose(0, 1)[None],
+            values[slots].to(q_.dtype).transpose(0, 1)[None],
+            attn_mask=(apart <= reach) & (apart >= (0 if causal else -reach)),
+            enable_gqa=use_gqa,
+            scale=layer.scaling,
+        )[0].transpose(0, 1)
+        done += new
+    return o
+"""
+
 BACKPORTS: tuple[Patch, ...] = (
     Patch(
         name="tail-clears-mapping",
@@ -453,5 +484,52 @@ BACKPORTS: tuple[Patch, ...] = (
         ),
         affects=_span("0.5.12", "0.5.14"),
         clear=_span("0.5.15", "0.5.23"),
+    ),
+    Patch(
+        name="native-window-layers",
+        kind="backport",
+        reports=(),
+        summary="Read window layers where they were written",
+        fault=(
+            "the torch_native backend writes window layers at window slots and reads them at full "
+            "ones: KV of others, or out of range; up to 0.5.12.post1 it knows no window either"
+        ),
+        cases=(
+            "native_window_layers_read",
+            "native_window_layers_reach",
+            "native_window_layers_see",
+        ),
+        reason=(
+            "The torch_native backend read the KV of window layers at full slots, though it had\n"
+            "written them at the window slots that those map to: wrong KV, or an index that the\n"
+            "window pool does not have, unless each slot maps to itself. Up to 0.5.12.post1 a\n"
+            "window layer also saw all earlier tokens (#26516).\n\n"
+            "Layers of a window pool are now computed apart from the others, from the slots in\n"
+            "the window only. Other layers, pools without window layers and encoder-decoder\n"
+            "models are as before."
+        ),
+        targets=(
+            Target(
+                "TorchNativeAttnBackend.forward_extend",
+                (
+                    Insert(
+                        _WINDOW_LAYER.format(what="added = forward_batch.extend_seq_lens.tolist()"),
+                        "after",
+                        Find("if", test="layer.is_cross_attention or __"),
+                    ),
+                ),
+            ),
+            Target(
+                "TorchNativeAttnBackend.forward_decode",
+                (
+                    Insert(
+                        _WINDOW_LAYER.format(what="causal, added = True, [1] * len(rows)"),
+                        "after",
+                        Find("assign", target="o_"),
+                    ),
+                ),
+            ),
+        ),
+        affects=_RELEASES,
     ),
 )

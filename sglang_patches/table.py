@@ -50,6 +50,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "FlashInferIndicesUpdaterPrefill": (f"{_ATTENTION}.flashinfer_backend",),
     "update_sliding_window_buffer": (f"{_ATTENTION}.triton_backend",),
     "update_sliding_window_buffer_cuda_graph": (f"{_ATTENTION}.triton_backend",),
+    "TorchNativeAttnBackend": (f"{_ATTENTION}.torch_native_backend",),
     "KVIndexTranslator": (f"{_MEM}.kv_index_translator",),
     "Scheduler": ("sglang.srt.managers.scheduler",),
 }
@@ -59,6 +60,7 @@ ONLY: dict[str, frozenset[str]] = {
     "Scheduler": frozenset({"run_batch", "process_batch_result", "get_next_batch_to_run"}),
     "FlashInferIndicesUpdaterDecode": frozenset({"call_begin_forward"}),
     "FlashInferIndicesUpdaterPrefill": frozenset({"call_begin_forward"}),
+    "TorchNativeAttnBackend": frozenset({"forward_extend", "forward_decode"}),
 }
 
 MODULES = tuple(dict.fromkeys(module for homes in HOMES.values() for module in homes))

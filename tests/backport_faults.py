@@ -6,10 +6,12 @@ process with no guard installed. Prints a JSON object a case: with names, only t
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -197,6 +199,156 @@ def locked_prefix_recovered_in_part_in_the_unified_tree() -> Bench:
     return _locked_prefix_recovered(unified=True, evicted=8)
 
 
+class Native:
+    """The torch_native backend on real pools: two requests, each layer given random KV."""
+
+    heads = 2
+
+    def __init__(self, pool: Any) -> None:
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+        from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+        self.pools = SimpleNamespace(
+            device="cpu",
+            token_to_kv_pool=pool,
+            req_to_token_pool=ReqToTokenPool(4, 64, "cpu", False),
+        )
+        self.backend = TorchNativeAttnBackend(self.pools)
+        self.lengths = [0, 0]
+        self.past: dict[int, list[list[torch.Tensor]]] = {}
+        self.random = torch.Generator().manual_seed(1)
+
+    def step(self, new: list[torch.Tensor], windows: dict[int, int]) -> str:
+        """Each request gets ``new`` full slots; every layer is computed. What is wrong, if any."""
+        starts, rows = list(self.lengths), (3, 1)
+        for request, (row, some) in enumerate(zip(rows, new, strict=True)):
+            self.lengths[request] += len(some)
+            self.pools.req_to_token_pool.write(
+                (row, slice(starts[request], self.lengths[request])), some.to(torch.int32)
+            )
+        decodes = starts != [0, 0] and {len(some) for some in new} == {1}
+        batch = SimpleNamespace(
+            out_cache_loc=torch.cat(new),
+            req_pool_indices=slots(*rows),
+            seq_lens=slots(*self.lengths),
+            extend_prefix_lens=None if decodes else slots(*starts),
+            extend_seq_lens=None if decodes else slots(*map(len, new)),
+            encoder_lens=None,
+            token_to_kv_pool=self.pools.token_to_kv_pool,
+            req_to_token_pool=self.pools.req_to_token_pool,
+        )
+        self.backend.init_forward_metadata(batch)
+        forward = self.backend.forward_decode if decodes else self.backend.forward_extend
+        total = sum(map(len, new))
+        for layer_id, window in windows.items():
+            query = torch.randn(total, self.heads, 8, generator=self.random, dtype=torch.float16)
+            key, value = torch.randn(
+                2, total, 1, 8, generator=self.random, dtype=torch.float16
+            ).unbind()
+            layer = self._layer(layer_id, window)
+            got = forward(query.reshape(total, -1), key, value, layer, batch)
+            right = self._right(layer_id, window, new, query, key, value)
+            apart = (got.reshape(right.shape).double() - right).abs().amax(dim=(1, 2))
+            wrong = (~(apart < 5e-3)).nonzero()[:, 0].tolist()
+            if wrong:
+                what = "decode" if decodes else "extend"
+                return f"layer {layer_id}, {what}: tokens {wrong} see what they should not"
+        return ""
+
+    def _layer(self, layer_id: int, window: int) -> Any:
+        from sglang.srt.layers.radix_attention import RadixAttention
+
+        return RadixAttention(self.heads, 8, 0.5, 1, layer_id, sliding_window_size=window)
+
+    def _right(
+        self,
+        layer_id: int,
+        window: int,
+        new: list[torch.Tensor],
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention of each new token over what its request was given, whatever the pools hold."""
+        past = self.past.setdefault(layer_id, [[], []])
+        at, found = 0, []
+        for request, some in enumerate(new):
+            for _ in some:
+                past[request].append(torch.stack((key[at, 0], value[at, 0])).double())
+                seen = past[request][-1 - window if window >= 0 else 0 :]
+                keys, values = torch.stack(seen).unbind(1)
+                scores = query[at].double() @ keys.T * 0.5
+                found.append(scores.exp() @ values / scores.exp().sum(1, keepdim=True))
+                at += 1
+        return torch.stack(found)
+
+
+def _native(
+    bench: Bench, windows: dict[int, int], new: list[tuple[int, int]], *, evict: bool = False
+) -> Bench:
+    """Steps of the torch_native backend, each with so many new tokens of two requests.
+
+    With ``evict``, what left the window of layer 0 is freed on the window side after each step.
+    """
+    native = Native(bench.allocator.get_kvcache())
+    inside = [slots(), slots()]
+    for number, counts in enumerate(new):
+        given = [
+            bench.take(f"{name}{number}", count) for name, count in zip("AB", counts, strict=True)
+        ]
+        wrong = native.step(given, windows)
+        if wrong:
+            raise WrongSlot(f"step {number}, {wrong}")
+        for request, some in enumerate(given if evict else ()):
+            known = torch.cat((inside[request], some))
+            gone, inside[request] = known[: -windows[0]], known[-windows[0] :]
+            bench.do("slots leave the window", functools.partial(bench.allocator.free_swa, gone))
+    bench.look()
+    return bench
+
+
+def _apart(full_slots: int = 60) -> Bench:
+    """An allocator that goes on with full slots which map to other window slots."""
+    bench = Bench(build(full_slots, 60, 1))
+    pool = bench.allocator
+    before = bench.take("before", 40)
+    bench.do("half of it leaves the window", lambda: pool.free_swa(before[:20]))
+    bench.do("the other half is freed", lambda: pool.free(before[20:]))
+    rest = getattr(pool, "free_full", pool.free)
+    bench.do("and so is the first", lambda: rest(before[:20]))
+    bench.drop("before")
+    bench.take("other", 20)
+    return bench
+
+
+def native_window_layers_read() -> Bench:
+    """C16: within the window, at slots that do not map to themselves; a prefix, then decode."""
+    return _native(_apart(), {0: 30, 1: -1}, [(7, 4), (3, 5), (1, 1), (1, 1)])
+
+
+def native_window_layers_reach() -> Bench:
+    """C16 with full slots that the window pool does not have, and slots that left the window."""
+    return _native(_apart(96), {0: 5, 1: -1}, [(7, 4), (3, 9), (1, 1), (1, 1)], evict=True)
+
+
+def native_window_layers_see() -> Bench:
+    """C16 on 0.5.12: every slot maps to itself, and more tokens than the window has."""
+    return _native(Bench(build(96, 96, 1)), {0: 5, 1: -1}, [(9, 4), (3, 8), (1, 1), (1, 1)])
+
+
+def native_full_layers() -> Bench:
+    """What C16 does not concern: the full layers of such a pool, and a pool without any other."""
+    from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+    bench = _native(_apart(), {1: -1}, [(7, 4), (3, 5), (1, 1)])
+    native = Native(MHATokenToKVPool(64, 1, torch.float16, 1, 8, 2, "cpu", False))
+    wrong = native.step([slots(5, 9, 7), slots(30, 2)], {0: -1, 1: -1})
+    wrong = wrong or native.step([slots(11), slots(12)], {0: -1, 1: -1})
+    if wrong:
+        raise WrongSlot(f"no window layers: {wrong}")
+    return bench
+
+
 FAULTS: dict[str, Callable[[], Bench]] = {
     run.__name__: run
     for run in (
@@ -211,6 +363,10 @@ FAULTS: dict[str, Callable[[], Bench]] = {
         locked_prefix_recovered_in_the_unified_tree,
         locked_prefix_recovered_in_part_in_the_legacy_tree,
         locked_prefix_recovered_in_part_in_the_unified_tree,
+        native_window_layers_read,
+        native_window_layers_reach,
+        native_window_layers_see,
+        native_full_layers,
     )
 }
 

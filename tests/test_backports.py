@@ -141,7 +141,7 @@ def test_every_backport_says_what_goes_wrong_and_what_shows_it() -> None:
 
 
 def test_no_catalogue_row_is_forgotten() -> None:
-    """C13 is a control, C16 is not the allocator's."""
+    """C13 is a control; C16, not the allocator's, is ended by functions of ours."""
     ended = {case for patch in BACKPORTS for case in patch.cases}
     assert ended.isdisjoint(LEFT)
     assert {*UNGUARDED} - ended - LEFT == {"C13"}

@@ -30,7 +30,12 @@ pytestmark = pytest.mark.sglang
 NAMES = [patch.name for patch in catalogue.PATCHES]
 
 #: What the reports and the fault catalogue say, not what the engine finds.
-_ALL = {"tail-of-zero", "padding-not-freed", "decode-needs-both-sides"}
+_ALL = {
+    "tail-of-zero",
+    "padding-not-freed",
+    "decode-needs-both-sides",
+    "native-window-layers",
+}
 _TO_16 = {*_ALL, "backup-holds-mapping"}
 _TO_14 = {*_TO_16, "locked-prefix-kept", "locked-prefix-kept-unified"}
 _TO_13 = {*_TO_14, "partial-free-clears-page"}
@@ -71,6 +76,7 @@ HOME = {
 #: What the patches change, of every release.
 EVERYWHERE = {
     "srt/layers/attention/flashinfer_backend.py",
+    "srt/layers/attention/torch_native_backend.py",
     "srt/layers/attention/triton_backend.py",
     "srt/managers/schedule_policy.py",
     "srt/managers/scheduler.py",
