@@ -7,8 +7,12 @@ Where the fault is contained, the release's own check for lost and doubly held K
 Proved by mutation of ``steps``, each of which makes this fail: what is found only reported; the
 token of the wrong step taken (no ``is_retracted``; without overlap no ``_Skipping``); a request
 that the pass under way dooms again retracted twice (no ``_goes_on``, overlap); ``chunked_req``
-kept. Of ``prefix_tree``: no ``_own_prefix`` (0.5.12), so that a chunk goes on after rows that are
-nobody's. What of it is not seen here, ``test_real_computed_again`` shows.
+kept; the first token's log-probability not sent (no ``_unsent``, 0.5.12); requests that a pause
+retracted released once more, or what they had taken over kept; a request given up by its name; a
+session that keeps its row (no ``release_session``). Of ``session``: a session read of a request
+that was taken out of it. Of ``prefix_tree``: no ``_own_prefix`` (0.5.12), so that a chunk goes on
+after rows that are nobody's; a request's dead window cached while it runs. What of it is not seen
+here, ``test_real_computed_again`` shows.
 """
 
 from __future__ import annotations
@@ -35,6 +39,9 @@ PLAYS = (
     *(f"{mode}/overlap/{fault}" for fault in FAULTS for mode in ("off", "observe")),
     *(f"enforce/{way}/{fault}" for fault in FAULTS for way in WAYS),
     *SHARED,
+    "enforce/overlap/retracted",
+    "enforce/overlap/whenever",
+    "enforce/overlap/session",
     "strict/normal/freed",
 )
 
@@ -96,6 +103,33 @@ def test_who_waits_is_not_given_what_was_wrong(version: str, folder: Path) -> No
     unguarded, guarded = (_played(version, folder)[play] for play in SHARED)
     assert unguarded["apart"], "the fault does harm"
     assert guarded["apart"] == [], guarded
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("version", in_ci("0.5.12", "0.5.23", of=RELEASES))
+def test_a_pause_may_retract_first(version: str, folder: Path) -> None:
+    row = _played(version, folder)["enforce/overlap/retracted"]
+    assert row["guard"]["violations"]["dead-window-read"] == 1, row
+    assert row["guard"]["recomputed"] == 2, "and who took over what it left in the tree"
+    assert row["apart"] == [], row
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("version", in_ci("0.5.12", "0.5.23", of=RELEASES))
+def test_one_request_is_given_up_and_told_why(version: str, folder: Path) -> None:
+    row = _played(version, folder)["enforce/overlap/whenever"]
+    assert row["apart"] == [0], "and none whose name begins with its name"
+    [error] = row["errors"]
+    assert "500" in error, error
+    assert "read dead window KV 4 times" in error
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("version", in_ci("0.5.12", "0.5.23", of=RELEASES))
+def test_a_turn_of_a_session_is_computed_again(version: str, folder: Path) -> None:
+    row = _played(version, folder)["enforce/overlap/session"]
+    assert row["guard"]["recomputed"] == 1, row
+    assert row["apart"] == [], row
 
 
 @pytest.mark.sglang

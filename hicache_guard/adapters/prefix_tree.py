@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hicache_guard.adapters import hooks, tree_locks, tree_params
+from hicache_guard.adapters import hooks, session, tree_locks, tree_params
 from hicache_guard.adapters.host_copies import HostTier
 from hicache_guard.adapters.link import AllocatorLink, Factory, link_of
 from hicache_guard.adapters.recorder import length_of, request_of
@@ -119,6 +119,11 @@ def insert(original: Method, tree: Any, params: Any) -> Any:
         _refuse(book, length, end, why)
     with book.guard.tree_working():
         found = book.adopt(params.value[:end], start, evicted)
+        if book.goes_on and (found.end < end or evicted < found.evicted > end - book.need):
+            # The tree matches nothing behind a window that is dead: what it takes over there, the
+            # request keeps as well.
+            book.guard.distrust(params.value[start : found.end].to(torch.int64))
+            _refuse(book, length, start, "tokens without KV, or cached already")
         if found.end < end:
             _refuse(book, length, found.end, "tokens without KV, or cached already")
         if book.tier is not None:
@@ -246,7 +251,8 @@ def _set_evicted(params: Any, length: int) -> None:
 def _match_prefix(original: Method) -> Method:
     def hooked(tree: Any, params: Any) -> Any:
         book = tree.__dict__.get(ATTRIBUTE)
-        if book is not None and book.cold is not None and book.is_cold(params):
+        cold = book is not None and book.cold is not None and book.is_cold(params)
+        if cold and not session.lends(tree, params.req):
             params = dataclasses.replace(params, key=params.key[:0])
         result = original(tree, params)
         if book is None or book.at_once(result, params):

@@ -23,12 +23,15 @@ Method = Callable[..., Any]
 
 
 def try_cache_finished_req(original: Method, sessions: Any, req: Any, *args: Any, **kw: Any) -> Any:
+    # The second time that it is put by, as after a retraction, a request is taken out of it.
+    session = None if req.session is None else req.session.session_id
     kept = original(sessions, req, *args, **kw)
-    link = _link(sessions)
-    if kept and link is not None and req.session.session_id in sessions.slots:
-        session = req.session.session_id
+    link, known = _link(sessions), vars(sessions).setdefault(ATTRIBUTE, {})
+    if session not in sessions.slots:
+        known.pop(session, None)  # its turn was aborted
+    elif kept and link is not None:
         length = _row(_holder(sessions), sessions.slots[session]).shape[0]
-        vars(sessions).setdefault(ATTRIBUTE, {})[session] = (link.guard.moment, length)
+        known[session] = (link.guard.moment, length)
     return kept
 
 
@@ -55,6 +58,12 @@ def find_active_slot(original: Method, sessions: Any, req: Any) -> Any:
         return slot
     sessions.release_session(session)
     return None
+
+
+def lends(tree: Any, req: Any) -> bool:
+    """Whether a session has a row for a request, which then asks no tree."""
+    slots = getattr(getattr(tree, "session", None), "slots", {})
+    return req.session is not None and req.session.session_id in slots
 
 
 def _holder(sessions: Any) -> Any:

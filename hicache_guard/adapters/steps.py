@@ -23,6 +23,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import torch
@@ -43,9 +44,9 @@ Method = Callable[..., Any]
 _STEP = "_hicache_guard_step"
 #: The attribute of a scheduler that lists the requests to be computed again.
 _AGAIN = "_hicache_guard_again"
-#: The attribute of a request that counts how often it was.
+#: The attribute of a request to be computed again: how often it read amiss itself.
 _TIMES = "_hicache_guard_times"
-_MESSAGES = "sglang.srt.managers.io_struct"
+_REQUESTS = "sglang.srt.managers.schedule_batch"
 #: How often a request is computed again before it is given up.
 MAX_AGAIN = 3
 
@@ -116,6 +117,8 @@ def run_batch(original: Method, scheduler: Any, batch: Any, *args: Any, **kwargs
     global _running
     outer, reqs = _running, list(batch.reqs)
     computed = list(batch.prefix_lens or ()) if batch.forward_mode.is_extend() else None
+    if computed is not None:
+        _unsent(reqs)
     returns = batch.return_logprob or any(req.return_hidden_states for req in reqs)
     _running = step = Step(batch, reqs, computed, computed is not None and returns)
     try:
@@ -137,16 +140,22 @@ def process_batch_result(original: Method, scheduler: Any, batch: Any, result: A
         return answer
     if getattr(result, "copy_done", None) is not None:
         result.copy_done.synchronize()  # as the release does first of all
-    again = [req for req in step.judged() if _goes_on(req)]
+    named = [req for req in step.judged() if _goes_on(req)]
+    waiting: list[Again] = vars(scheduler).get(_AGAIN, [])
+    for req in named:
+        vars(req)[_TIMES] = vars(req).get(_TIMES, 0) + 1
+    others = [req for req in step.reqs if req not in named]
+    # A scheduler that pauses takes two results, and chooses no batch between them.
+    again = named + _taken_over(scheduler, others, [each.wrong for each in waiting])
+    if step.counts and (again or any(req.is_retracted for req in step.reqs)):
+        again = [req for req in step.reqs if _goes_on(req)]  # it does not count what it skips
     if not again:
         return original(scheduler, batch, result)
-    if step.counts:  # it does not count those of requests that it skips
-        again = [req for req in step.reqs if _goes_on(req)]
-    waiting = vars(scheduler).setdefault(_AGAIN, {})
     for req in again:
+        vars(req).setdefault(_TIMES, 0)
+        waiting.append(Again(req, step.batch, _cached_since(scheduler, step, req), _session(req)))
         req.is_retracted = True
-        computed = step.computed[step.reqs.index(req)] if step.computed else None
-        waiting.setdefault(req.rid, Again(req, step.batch, computed))
+    vars(scheduler)[_AGAIN] = waiting
     step.reads[0].link.guard.tally.recomputed += len(again)
     with _Skipping(scheduler):
         return original(scheduler, batch, result)
@@ -160,16 +169,43 @@ def _goes_on(req: Any) -> bool:
     return not (req.finished() or req.is_retracted)
 
 
+def _unsent(reqs: list[Any]) -> None:
+    """Take back that the first token's log-probability was sent of requests that have none.
+
+    Up to 0.5.18 it counts as sent when a request is streamed, as those that are skipped are.
+    """
+    for req in reqs:
+        if _TIMES in vars(req):
+            sent = min(req.send_output_token_logprobs_offset, len(req.output_ids))
+            req.send_output_token_logprobs_offset = sent
+
+
 @dataclass(frozen=True, eq=False)
 class Again:
-    """A request that is to be computed again: from ``computed`` tokens on its KV may be wrong.
+    """A request that is to be computed again. ``batch`` is one it was in.
 
-    ``computed`` is None where nothing of that can have been cached. ``batch`` is one it was in.
+    ``wrong``: the slots (int64) of what the tree holds of its KV since the wrong step. They are
+    noted when it is found: until the next batch is chosen anybody may retract the request.
+    ``session``: the streaming session that lends it its row.
     """
 
     req: Any
     batch: Any
-    computed: int | None
+    wrong: torch.Tensor
+    session: str | None = None
+
+
+def _cached_since(scheduler: Any, step: Step, req: Any) -> torch.Tensor:
+    """The slots that the tree holds of what a request computed in or after a step."""
+    row = _row(scheduler, req)
+    if step.computed is None:
+        return row[:0]  # what is decoded is cached when a request is over
+    return row[step.computed[step.reqs.index(req)] : protected(req)]
+
+
+def _session(req: Any) -> str | None:
+    session = req.session
+    return session.session_id if session is not None and session.streaming else None
 
 
 class _Skipping:
@@ -193,7 +229,7 @@ def _get_next_batch_to_run(original: Method) -> Method:
             return original(scheduler, *args, **kwargs)
         # Since 0.5.16 they are arguments.
         batches = [*args, *kwargs.values()] or [scheduler.running_batch, scheduler.last_batch]
-        reqs = _retract(scheduler, list(waiting.values()), [b for b in batches if b is not None])
+        reqs = _retract(scheduler, waiting, [b for b in batches if b is not None])
         try:
             return original(scheduler, *args, **kwargs)
         finally:
@@ -210,28 +246,24 @@ def _retract(scheduler: Any, doomed: list[Again], batches: list[Any]) -> list[An
     """Take requests out of ``batches`` and give back what they hold; returns them.
 
     What was cached of their wrong KV meanwhile is not believed any more, and who took it over is
-    retracted with them.
+    retracted with them. Whom somebody else retracted since has no row, and is in the queue.
     """
     book = book_of(scheduler.tree_cache)  # None of a cache that holds no prefixes
-    wrong = [_cached_since(scheduler, each) for each in doomed if each.computed is not None]
-    slots = torch.cat(wrong) if wrong else torch.empty(0, dtype=torch.int64)
-    if book is not None and slots.numel():
-        book.guard.distrust(slots)
-        listed = {id(each.req) for each in doomed}
-        for batch in batches:
-            for req in batch.reqs:
-                if id(req) in listed or not _goes_on(req):
-                    continue
-                if bool(torch.isin(_row(scheduler, req)[: protected(req)], slots).any()):
-                    listed.add(id(req))
-                    doomed.append(Again(req, batch, None))
-    reqs = [each.req for each in doomed]
+    wrong = [each.wrong for each in doomed]
+    if book is not None:
+        book.guard.distrust(torch.cat(wrong))
+    held = [each for each in doomed if field(each.req, "req_pool_idx") is not None]
+    for batch in batches:
+        for req in _taken_over(scheduler, batch.reqs, wrong):
+            req.is_retracted = True
+            held.append(Again(req, batch, wrong[0][:0], _session(req)))
+    reqs = [each.req for each in held]
     for batch in batches:
         kept = [row for row, req in enumerate(batch.reqs) if all(req is not each for each in reqs)]
         if len(kept) < len(batch.reqs):
             batch.filter_batch(keep_indices=kept)
             batch.batch_is_full = False
-    for each in doomed:
+    for each in held:
         if scheduler.chunked_req is each.req:
             scheduler.chunked_req = None
         alone = copy.copy(each.batch)
@@ -239,9 +271,21 @@ def _retract(scheduler: Any, doomed: list[Again], batches: list[Any]) -> list[An
         arguments = inspect.signature(alone.release_req).parameters
         told = {"server_args": scheduler.server_args} if "server_args" in arguments else {}
         alone.release_req(0, 0, **told)
+    for each in [*doomed, *held]:
+        if each.session is not None:  # it put the row by
+            scheduler.tree_cache.release_session(each.session)
         if book is not None:
             book.never_hits(each.req)
     return reqs
+
+
+def _taken_over(scheduler: Any, reqs: list[Any], wrong: list[torch.Tensor]) -> list[Any]:
+    """Those of ``reqs`` that go on after what the tree holds of ``wrong`` slots."""
+    slots = [each for each in wrong if each.numel()]
+    if not slots:
+        return []
+    rows = [(req, _row(scheduler, req)[: protected(req)]) for req in reqs if _goes_on(req)]
+    return [req for req, row in rows if bool(torch.isin(row, torch.cat(slots)).any())]
 
 
 def _row(scheduler: Any, req: Any) -> torch.Tensor:
@@ -250,17 +294,30 @@ def _row(scheduler: Any, req: Any) -> torch.Tensor:
     return row.to(torch.int64)
 
 
-def _cached_since(scheduler: Any, each: Again) -> torch.Tensor:
-    """The slots that the tree holds of what a request computed in or after the wrong step."""
-    return _row(scheduler, each.req)[each.computed : protected(each.req)]
-
-
 def _queue(scheduler: Any, req: Any) -> None:
-    """Let a request wait to be computed again; or give it up, where that did not help."""
-    times = vars(req)[_TIMES] = vars(req).get(_TIMES, 0) + 1
-    scheduler._add_request_to_queue(req, is_retracted=True)
-    if times <= MAX_AGAIN:
+    """Let a request wait to be computed again; or end it, where that is not wanted or no help."""
+    times, reason = vars(req).get(_TIMES, 0), _aborted(scheduler, req)
+    if reason is None and times <= MAX_AGAIN:
         logger.warning("request %s is computed again from nothing", req.rid)
+        scheduler._add_request_to_queue(req, is_retracted=True)
         return
-    logger.error("request %s read dead windows %d times and is given up", req.rid, times)
-    scheduler.abort_request(importlib.import_module(_MESSAGES).AbortReq(rid=req.rid))
+    if reason is None:
+        message = f"hicache-guard: the request read dead window KV {times} times and is given up"
+        reason = _abort(message, HTTPStatus.INTERNAL_SERVER_ERROR, "InternalServerError")
+        logger.error("request %s: %s", req.rid, message)
+    # Not by abort_request: that ends all whose name begins alike, and gives no reason.
+    req.finished_reason, req.to_finish = reason, None
+    if hasattr(scheduler, "_release_aborted_request"):
+        scheduler._release_aborted_request(req)
+    getattr(scheduler, "output_streamer", scheduler).stream_output([req], req.return_logprob)
+
+
+def _aborted(scheduler: Any, req: Any) -> Any:
+    """Why somebody wants a request to end; None where nobody does."""
+    if req.to_finish is None and getattr(scheduler, "_pending_chunked_abort_req", None) is req:
+        return _abort("Aborted")  # since 0.5.14 a prompt is ended between its chunks
+    return req.to_finish
+
+
+def _abort(*told: Any) -> Any:
+    return importlib.import_module(_REQUESTS).FINISH_ABORT(*told)

@@ -50,7 +50,7 @@ def imported() -> None:
     multiprocessing.set_start_method = lambda *_, **__: start("fork", force=True)
 
 
-def engine(folder: Path, *, overlap: bool) -> Any:
+def engine(folder: Path, *, overlap: bool, **more: Any) -> Any:
     import sglang
 
     return sglang.Engine(
@@ -67,6 +67,7 @@ def engine(folder: Path, *, overlap: bool) -> Any:
         context_length=POOL - 100,
         chunked_prefill_size=CHUNK,
         random_seed=1,
+        **more,
         host="127.0.0.1",
         log_level=os.environ.get("ENGINE_LOG", "error"),
     )
@@ -98,56 +99,127 @@ def requests() -> list[list[Asked]]:
     return groups
 
 
-async def _generated(server: Any, prompt: list[int], count: int) -> dict[str, Any]:
+async def _generated(server: Any, prompt: list[int], count: int, **more: Any) -> dict[str, Any]:
+    """An answer; where there is none, why."""
     sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
-    found: dict[str, Any] = await server.async_generate(input_ids=prompt, sampling_params=sampling)
+    found: dict[str, Any]
+    try:
+        found = await server.async_generate(input_ids=prompt, sampling_params=sampling, **more)
+    except Exception as error:
+        return {"error": str(error)}
     return found
 
 
 def together(server: Any) -> list[dict[str, Any]]:
-    """Every request, group by group."""
+    """Every request, group by group. The name of the first begins all other names."""
 
     async def all_of_them() -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = []
         for group in requests():
-            answers += await asyncio.gather(*(_generated(server, *one) for one in group))
+            names = ("1" * (len(answers) + place) for place in range(1, len(group) + 1))
+            asked = zip(group, names, _asks(group), strict=True)
+            answers += await asyncio.gather(
+                *(_generated(server, *one, rid=name, **more) for one, name, more in asked)
+            )
         return answers
 
     found: list[dict[str, Any]] = server.loop.run_until_complete(all_of_them())
     return found
 
 
+def _asks(group: list[Asked]) -> list[dict[str, Any]]:
+    """What each of a group asks besides: the first for the log-probabilities of its tokens."""
+    return [{"return_logprob": place == 0} for place in range(len(group))]
+
+
 def alone(server: Any) -> list[dict[str, Any]]:
     """Every request for itself, with an empty cache."""
     found = []
-    for one in itertools.chain.from_iterable(requests()):
-        while not server.flush_cache().success:  # the last one is not quite over
-            time.sleep(0.01)
-        found.append(server.loop.run_until_complete(_generated(server, *one)))
+    groups = requests()
+    more = itertools.chain.from_iterable(map(_asks, groups))
+    for one, asks in zip(itertools.chain.from_iterable(groups), more, strict=True):
+        _flushed(server)
+        found.append(server.loop.run_until_complete(_generated(server, *one, **asks)))
         assert found[-1]["meta_info"]["cached_tokens"] == 0, "the cache was not empty"
     return found
 
 
-def play(folder: Path, spelled: str, right: list[list[int]] | None) -> dict[str, Any]:
+def _flushed(server: Any) -> None:
+    while not server.flush_cache().success:  # the last one is not quite over
+        time.sleep(0.01)
+
+
+def conversation(server: Any) -> dict[str, Any]:
+    """The turns of a streaming session: which were answered amiss, as the same text is alone."""
+    dice = random.Random(1)
+    text: list[int] = []
+    turns: list[tuple[list[int], list[int]]] = []
+    session = server.open_session(10_000, streaming=True)
+    last = None
+    for size in (CHUNK + 20, CHUNK * 4, 20):
+        prompt = dice.choices(WORDS, k=size)
+        asked = {"id": session, "rid": last, "offset": None, "replace": False}
+        answer = _generated(server, prompt, 20, session_params=asked)
+        found = server.loop.run_until_complete(answer)
+        last = found["meta_info"]["id"]
+        turns.append((text := text + prompt, found["output_ids"]))
+        text = text + found["output_ids"]
+    server.close_session(session)
+    apart = []
+    for number, (whole, answered) in enumerate(turns):
+        _flushed(server)
+        found = server.loop.run_until_complete(_generated(server, whole, 20))
+        if found["output_ids"] != answered:
+            apart.append(number)
+    return {"apart": apart}
+
+
+def _told(answer: dict[str, Any]) -> dict[str, Any]:
+    """What of an answer is compared: its tokens and their log-probabilities; or the error."""
+    if "error" in answer:
+        return answer
+    told = answer["meta_info"].get("output_token_logprobs") or []
+    # The sums of a batch are made in another order than those of a request alone.
+    return {"tokens": answer["output_ids"], "logs": [round(value, 4) for value, *_ in told]}
+
+
+def _apart(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two answers are not the same."""
+    if one.get("tokens") != other["tokens"] or len(one["logs"]) != len(other["logs"]):
+        return True
+    return any(abs(a - b) > 0.05 for a, b in zip(one["logs"], other["logs"], strict=True))
+
+
+def play(folder: Path, spelled: str, right: list[dict[str, Any]] | None) -> dict[str, Any]:
     """What was answered amiss in a play; without ``right`` answers, what is answered alone."""
     mode, way, fault = spelled.split("/")
     os.environ |= {"HICACHE_GUARD": mode, "ENGINE_FAULT": fault.replace("none", "")}
     # Where a fault is not contained, or is one to the tree, its own check ends the server when it
     # is idle, and nothing would be answered.
-    contained = mode == "enforce" and fault not in ("chunk", "shared")
+    contained = mode == "enforce" and fault not in ("chunk", "shared", "retracted")
     os.environ["SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE"] = str(contained)
-    server = engine(folder, overlap=way == "overlap")
-    answers = alone(server) if right is None else together(server)
-    tokens = [answer["output_ids"] for answer in answers]
+    more = {"enable_streaming_session": True} if fault == "session" else {}
+    server = engine(folder, overlap=way == "overlap", **more)
+    if fault == "session":
+        said = conversation(server)
+    elif right is None:
+        said = {"right": [_told(answer) for answer in alone(server)]}
+    else:
+        answers = together(server)
+        told = [_told(answer) for answer in answers]
+        cached = [
+            answer["meta_info"].get("cached_tokens", 0)
+            for answer in answers
+            if "error" not in answer
+        ]
+        said = {
+            "apart": [number for number, one in enumerate(told) if _apart(one, right[number])],
+            "errors": [one["error"] for one in told if "error" in one],
+            "hits": sum(count > 0 for count in cached),
+        }
     found = server.get_server_info()["internal_states"][0]["engine"]
     server.shutdown()
-    if right is None:
-        return {"right": tokens}
-    return {
-        "apart": [number for number, one in enumerate(tokens) if one != right[number]],
-        "hits": sum(answer["meta_info"]["cached_tokens"] > 0 for answer in answers),
-        **found,
-    }
+    return {**said, **found}
 
 
 def forked(function: Callable[[], dict[str, Any]]) -> dict[str, Any]:

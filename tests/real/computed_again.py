@@ -17,6 +17,7 @@ from typing import Any
 
 from hicache_guard.adapters import steps
 from hicache_guard.adapters.hooks import install, running_version
+from hicache_guard.adapters.prefix_tree import protected
 from hicache_guard.repro import pools, scheduling
 
 WINDOW, RIGHT, ALL = 8, 64, 128
@@ -56,7 +57,9 @@ def play(release: scheduling.Release, tree: str, page: int) -> dict[str, Any]:
         server_args=server.arguments,
     )
     alone = server._batch([apart], "DECODE")
-    doomed = [steps.Again(wrong, batch, RIGHT)]
+    wrong.is_retracted = True
+    held = steps._row(scheduler, wrong)[RIGHT : protected(wrong)]
+    doomed = [steps.Again(wrong, batch, held)]
     retracted = steps._retract(scheduler, doomed, [batch, alone])
     return {
         "before": before,

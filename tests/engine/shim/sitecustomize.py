@@ -206,6 +206,7 @@ def _watched(module: Any) -> None:
 
     _around(module.Scheduler, "get_internal_state", told)
     _around(module.Scheduler, "run_batch", _befallen())
+    _around(module.Scheduler, "process_input_requests", _interrupted())
 
 
 def _counted(allocator: Any) -> dict[str, Any] | None:
@@ -224,20 +225,41 @@ def _counted(allocator: Any) -> dict[str, Any] | None:
 # -- faults ----------------------------------------------------------------------------------------
 
 
+#: Whether the fault said that it did something.
+_done = False
+
+
 def _befallen() -> Callable[..., Any]:
     """Let the fault try each forward pass until it says that it did something."""
-    done = False
 
     def run_batch(
         original: Callable[..., Any], scheduler: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        nonlocal done
+        global _done
         # Asked for late: an engine is forked from a process that has imported this.
         fault = FAULTS.get(os.environ.get("ENGINE_FAULT", ""))
-        done = done or (fault is not None and fault(scheduler, batch))
+        _done = _done or (fault is not None and fault(scheduler, batch))
         return original(scheduler, batch, *args, **kwargs)
 
     return run_batch
+
+
+def _interrupted() -> Callable[..., Any]:
+    """Pause and retract all, some rounds after what the fault did was found."""
+    rounds = itertools.count()
+
+    def process_input_requests(original: Callable[..., Any], scheduler: Any, asked: Any) -> Any:
+        answer = original(scheduler, asked)
+        after = PAUSES.get(os.environ.get("ENGINE_FAULT", ""))
+        if after is not None and _done:
+            from sglang.srt.managers import io_struct
+
+            if next(rounds) == after + scheduler.enable_overlap:
+                scheduler.pause_generation(io_struct.PauseGenerationReqInput(mode="retract"))
+                scheduler.continue_generation(io_struct.ContinueGenerationReqInput())
+        return answer
+
+    return process_input_requests
 
 
 def _free(scheduler: Any, batch: Any, place: int, end: int) -> bool:
@@ -270,5 +292,29 @@ def _of_third_chunk(shortest: int, longest: int) -> Callable[[Any, Any], bool]:
     return fault
 
 
+def _whenever(scheduler: Any, batch: Any) -> bool:
+    """Of what the first request has generated, in each pass that it has a window in."""
+    for place, req in enumerate(batch.reqs):
+        if req.rid == "1" and batch.forward_mode.is_decode() and len(req.output_ids) >= 8:
+            end = int(batch.seq_lens[place]) - 1
+            row = scheduler.req_to_token_pool.req_to_token[batch.req_pool_indices[place]]
+            mapping = scheduler.token_to_kv_pool_allocator.full_to_swa_index_mapping
+            if bool((mapping[row[end - 6 : end - 2].long()] > 0).all()):
+                _free(scheduler, batch, place, end)
+    return False
+
+
 #: ``shared``: the next chunk is the last, and leaves room for a request that begins as this one.
-FAULTS = {"freed": _freed, "chunk": _of_third_chunk(300, 400), "shared": _of_third_chunk(193, 230)}
+#: ``session``: its second turn, which begins after what the first left.
+FAULTS = {
+    "freed": _freed,
+    "chunk": _of_third_chunk(300, 400),
+    "shared": _of_third_chunk(193, 230),
+    "retracted": _of_third_chunk(193, 230),
+    "session": _of_third_chunk(350, 400),
+    "whenever": _whenever,
+}
+
+#: After which faults all is retracted, and how many rounds later: at once, so that nobody else has
+#: retracted what was wrong; or when it was computed again, and generates.
+PAUSES = {"retracted": 0, "session": 12}
