@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from hicache_guard.adapters import hooks, session, tree_locks, tree_params
+from hicache_guard.adapters import hooks, tree_locks, tree_params
 from hicache_guard.adapters.host_copies import HostTier
 from hicache_guard.adapters.link import AllocatorLink, Factory, link_of
 from hicache_guard.adapters.recorder import length_of, request_of
@@ -251,8 +251,7 @@ def _set_evicted(params: Any, length: int) -> None:
 def _match_prefix(original: Method) -> Method:
     def hooked(tree: Any, params: Any) -> Any:
         book = tree.__dict__.get(ATTRIBUTE)
-        cold = book is not None and book.cold is not None and book.is_cold(params)
-        if cold and not session.lends(tree, params.req):
+        if book is not None and book.cold is not None and book.is_cold(params):
             params = dataclasses.replace(params, key=params.key[:0])
         result = original(tree, params)
         if book is None or book.at_once(result, params):

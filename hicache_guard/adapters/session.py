@@ -60,12 +60,6 @@ def find_active_slot(original: Method, sessions: Any, req: Any) -> Any:
     return None
 
 
-def lends(tree: Any, req: Any) -> bool:
-    """Whether a session has a row for a request, which then asks no tree."""
-    slots = getattr(getattr(tree, "session", None), "slots", {})
-    return req.session is not None and req.session.session_id in slots
-
-
 def _holder(sessions: Any) -> Any:
     """The tree that a session cache belongs to."""
     return sessions.cache if hasattr(sessions, "cache") else sessions.inner

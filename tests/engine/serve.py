@@ -84,7 +84,7 @@ def requests() -> list[list[Asked]]:
     """
     dice = random.Random(0)
     first, long = (dice.choices(WORDS, k=CHUNK * chunks + 10) for chunks in (3, 5))
-    groups = [[(first, 20), (first[: CHUNK * 3 - 6] + dice.choices(WORDS, k=5), 20)], [(long, 20)]]
+    groups = [[(first, 20), (first[: CHUNK * 3 - 6] + dice.choices(WORDS, k=5), 50)], [(long, 20)]]
     bases = [dice.choices(WORDS, k=dice.randint(LONGEST // 2, LONGEST)) for _ in range(4)]
     for size in (3, 1, 2):
         group = []
