@@ -81,15 +81,29 @@ def test_the_live_upstream_fault_is_found(version: str, tmp_path: Path) -> None:
     assert verdicts(found)["shared-prefix"] == "fault"
     small = next(row for row in found["scenarios"] if row["name"] == "shared-prefix")["smallest"]
     assert small["requests"] == 1, "one request is enough"
-    program = tmp_path / small["name"]
+
+
+@pytest.mark.slow
+def test_the_program_that_is_left_shows_the_fault(tmp_path: Path) -> None:
+    _, found = audited(tmp_path, "--attention", "torch_native-stock", "--only", "shared-prefix")
+    small = next(row["smallest"] for row in found["scenarios"] if row["smallest"])
     with Server(
-        version, page_size=16, max_total_tokens=1536, swa_ratio=1.0, chunked_prefill_size=128,
+        "0.5.23", page_size=16, max_total_tokens=1536, swa_ratio=1.0, chunked_prefill_size=128,
         attention="torch_native-stock",
     ) as server:  # fmt: skip
-        again = subprocess.run(
-            [sys.executable, str(program), server.url], capture_output=True, text=True, timeout=100
-        )
+        program = [sys.executable, str(tmp_path / small["name"]), server.url]
+        again = subprocess.run(program, capture_output=True, text=True, timeout=100)
     assert again.returncode == 1, again.stderr
+
+
+def test_our_patch_mends_the_live_upstream_fault(patched: Path, tmp_path: Path) -> None:
+    """C16 again, and the same attention in the patched source."""
+    status, found = audited(
+        tmp_path, "--attention", "torch_native-stock", "--only", "shared-prefix",
+        "--checkout", str(patched),
+    )  # fmt: skip
+    assert status == 0, found
+    assert verdicts(found)["shared-prefix"] == "noise"
 
 
 @pytest.mark.parametrize("fault", ["tail-freed", pytest.param("shifted", marks=pytest.mark.slow)])
