@@ -106,7 +106,8 @@ def test_our_patch_mends_the_live_upstream_fault(patched: Path, tmp_path: Path) 
     assert verdicts(found)["shared-prefix"] == "noise"
 
 
-@pytest.mark.parametrize("fault", ["tail-freed", pytest.param("shifted", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["tail-freed", "shifted"])
 def test_an_injected_fault_is_found_and_contained(fault: str, tmp_path: Path) -> None:
     with_fault = ("--fault", fault, "--no-shrink", *SHORT)
     status, found = audited(tmp_path, *with_fault)
