@@ -6,11 +6,15 @@ child goes with all that it started instead of dying of a traceback or going on 
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -35,14 +39,24 @@ def started(
             raise
 
 
-def end(process: subprocess.Popen[str], grace: float = 10.0) -> None:
-    """End a child and all that it started: asked first, killed after ``grace`` seconds."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(grace)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def end(process: subprocess.Popen[Any], grace: float = 10.0) -> None:
+    """End a child's group: asked first, killed after ``grace`` seconds. Nothing of it is left."""
+    for sign, patience in ((signal.SIGTERM, grace), (signal.SIGKILL, math.inf)):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        limit = time.monotonic() + patience
+        while time.monotonic() < limit and (process.poll() is None or lives(process.pid)):
+            time.sleep(0.02)
+
+
+def lives(group: int) -> bool:
+    """Whether a process of a group still runs; one that only waits to be buried does not."""
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, its_group = status.read_text().rpartition(")")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def run(

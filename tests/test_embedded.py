@@ -23,10 +23,11 @@ import pytest
 from programs import fetched
 from typer.testing import CliRunner
 
+from hicache_guard.children import lives
 from hicache_guard.cli.main import app
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.embedded import models, reference, replacements
-from hicache_guard.embedded.server import Server, ServerError, _lives
+from hicache_guard.embedded.server import Server, ServerError
 
 SHIM = Path(replacements.__file__).parent / "shim"
 
@@ -154,8 +155,8 @@ def test_a_server_answers_as_the_reference_and_leaves_nothing(
     with started(page_size=page_size, hicache=hicache, folder=tmp_path) as server:
         agree(server)
         group = server.group
-        assert _lives(group)
-    assert not _lives(group)
+        assert lives(group)
+    assert not lives(group)
     said = server.log.read_text()
     made = set(re.findall(r"^embedded: (.+) \(.+\)$", said, re.MULTILINE))
     assert made <= {row.name for row in replacements.TABLE if "triton" in row.attention}
@@ -224,9 +225,9 @@ def test_a_server_ends_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     ) as parent:
         assert parent.stdout is not None
         group = int(parent.stdout.readline())
-        assert _lives(group)
+        assert lives(group)
         os.kill(parent.pid, signal.SIGKILL)
     limit = time.monotonic() + 10
-    while _lives(group) and time.monotonic() < limit:
+    while lives(group) and time.monotonic() < limit:
         time.sleep(0.1)
-    assert not _lives(group)
+    assert not lives(group)

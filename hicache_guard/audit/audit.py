@@ -73,9 +73,11 @@ class Audit:
 
     @property
     def verdict(self) -> Verdict:
-        found = {result.judgement.verdict for result in self.results if result.name not in COLD}
-        cold = {result.judgement.verdict for result in self.results} - found
-        found |= {verdict for verdict in cold if verdict.bad}
+        found = {
+            result.judgement.verdict
+            for result in self.results
+            if result.name not in COLD or result.judgement.verdict.bad
+        }
         order = (Verdict.FAULT, Verdict.NO_HITS, Verdict.NOISE, Verdict.EQUAL)
         return next((one for one in order if one in found), Verdict.NOT_TESTED)
 
@@ -120,26 +122,36 @@ class Auditor:
         return audit
 
     def _run(self, chosen: Sequence[Scenario], audit: Audit) -> None:
-        plans = [
-            (scenario, None if scenario.needs(self.facts) else scenario.plan(self.facts, self.seed))
-            for scenario in chosen
-        ]
-        due = sum(sum(1 for _ in plan.asks()) for _, plan in plans if plan is not None)
+        missing = {scenario: scenario.needs(self.facts) for scenario in chosen}
+        plans = {
+            scenario: scenario.plan(self.facts, self.seed)
+            for scenario, why in missing.items()
+            if not why
+        }
+        due = sum(1 for plan in plans.values() for _ in plan.asks())
         self._cold(audit, due)
         assert audit.noise is not None
-        for scenario, plan in plans:
-            if plan is None:
-                untried = Judgement(Verdict.NOT_TESTED, scenario.needs(self.facts))
+        for scenario, why in missing.items():
+            if why:
+                untried = Judgement(Verdict.NOT_TESTED, why)
                 self._add(audit, Result(scenario.name, scenario.purpose, untried))
             else:
-                self._scenario(audit, scenario, plan, audit.noise)
-        for name, why in scenarios.UNTRIED.items():
-            if said := why(self.facts):
+                self._scenario(audit, scenario, plans[scenario], audit.noise)
+        for name, needs in scenarios.UNTRIED.items():
+            if said := needs(self.facts):
                 self._add(audit, Result(name, "", Judgement(Verdict.NOT_TESTED, said)))
 
     def _add(self, audit: Audit, result: Result) -> None:
         audit.results.append(result)
         self.watcher.ends(result)
+
+    def _compared(
+        self, plan: Plan, goes_on: Callable[[], None] = lambda: None
+    ) -> tuple[list[Answer], list[Comparison]]:
+        """The answers of a plan, and those that are whole beside their cold readings."""
+        answers = play.play(self.wire, plan, goes_on)
+        pairs = play.read_all(self.wire, answers, goes_on)
+        return answers, [judge.compare(warm, cold) for warm, cold in pairs]
 
     def _cold(self, audit: Audit, due: int) -> None:
         """Measure the noise; that cold answers agree with each other, and with the reference."""
@@ -156,9 +168,7 @@ class Auditor:
         plan = Plan("cold", self.seed, tuple(steps))
         self.watcher.begins("cold", 2 * SAMPLES)
         # All in one part of the cache: nothing is shared but by accident.
-        answers = play.play(self.wire, plan, lambda _answer: self.watcher.goes_on())
-        pairs = play.read_all(self.wire, answers, self.watcher.goes_on)
-        comparisons = [judge.compare(warm, cold) for warm, cold in pairs]
+        answers, comparisons = self._compared(plan, self.watcher.goes_on)
         audit.noise = judge.noise(
             [each.largest for each in comparisons], dtype=facts.dtype, comparisons=max(1, due)
         )
@@ -201,11 +211,7 @@ class Auditor:
         self.watcher.begins(scenario.name, 2 * count)
         if self.may_flush:
             self.wire.flush()
-        answers = play.play(self.wire, plan, lambda _answer: self.watcher.goes_on())
-        comparisons = [
-            judge.compare(warm, cold)
-            for warm, cold in play.read_all(self.wire, answers, self.watcher.goes_on)
-        ]
+        answers, comparisons = self._compared(plan, self.watcher.goes_on)
         found = judge.judge(answers, comparisons, noise.limit)
         result = Result(
             scenario.name, scenario.purpose, found, plan, answers, comparisons, limit=noise.limit
@@ -225,11 +231,7 @@ class Auditor:
                 return False
             if self.may_flush:
                 self.wire.flush()
-            answers = play.play(self.wire, plan)
-            return any(
-                judge.compare(warm, cold).largest > noise.limit
-                for warm, cold in play.read_all(self.wire, answers)
-            )
+            return any(each.largest > noise.limit for each in self._compared(plan)[1])
 
         worst = max(result.comparisons, key=lambda each: each.largest).warm.ask
         # Most faults show in what a request and those before it did.

@@ -119,7 +119,7 @@ def ask(wire: Wire, *, window: int | None = None, vocabulary: int | None = None)
         full_pool=full,
         window_pool=windowed,
         running=known("running", 8, server.get("max_running_requests")),
-        tree=str(_tree(server, state)),
+        tree="unified" if server.get("enable_unified_radix_tree") else "the release's default",
         hierarchical=str(server.get("hicache_write_policy"))
         if server.get("enable_hierarchical_cache")
         else "no",
@@ -143,11 +143,3 @@ def _dtype(server: dict[str, Any], config: dict[str, Any]) -> str:
     if told in (None, "auto"):
         told = config.get("dtype") or config.get("torch_dtype") or "unknown"
     return {"half": "float16", "float": "float32"}.get(str(told), str(told))
-
-
-def _tree(server: dict[str, Any], state: dict[str, Any]) -> str:
-    """Which prefix tree serves, if the server says so; else by its flags."""
-    told = state.get("tree_cache") or state.get("engine", {}).get("tree")
-    if told:
-        return str(told)
-    return "unified" if server.get("enable_unified_radix_tree") else "the release's default"

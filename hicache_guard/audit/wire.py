@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import requests
@@ -135,20 +136,7 @@ class Wire:
         return _timed(found, time.monotonic() - begun)
 
     def _asked(self, ask: Ask, rid: str, space: str) -> Answer:
-        sampling = {
-            "temperature": ask.temperature,
-            "max_new_tokens": ask.tokens,
-            "ignore_eos": ask.ignore_eos,
-        }
-        wanted = {
-            "input_ids": list(ask.prompt),
-            "sampling_params": sampling,
-            "return_logprob": True,
-            "logprob_start_len": -1,
-            "top_logprobs_num": TOP,
-            "rid": rid,
-            "extra_key": space,
-        }
+        wanted = _wanted(ask, space) | {"rid": rid}
         if ask.leave is None:
             return _answer(ask, self._json("POST", "/generate", json=wanted), self.url)
         if ask.leave is Leave.ABORT and ask.leaves == 0:
@@ -185,15 +173,7 @@ class Wire:
 
     def reread(self, prompt: Sequence[int], output: Sequence[int], *, space: str) -> Answer:
         """What the server makes of given tokens after a prompt, computed as one prompt."""
-        ids = [*prompt, *output]
-        wanted = {
-            "input_ids": ids,
-            "sampling_params": {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True},
-            "return_logprob": True,
-            "logprob_start_len": len(prompt) - 1,
-            "top_logprobs_num": TOP,
-            "extra_key": space,
-        }
+        wanted = _wanted(Ask("reread", (*prompt, *output), 1), space, len(prompt) - 1)
         begun = time.monotonic()
         meta = _meta(self._json("POST", "/generate", json=wanted), self.url)
         try:
@@ -217,8 +197,24 @@ class Wire:
         return _timed(found, time.monotonic() - begun)
 
 
+def _wanted(ask: Ask, space: str, start: int = -1) -> dict[str, Any]:
+    """The body of a request; log-probabilities of the prompt are told from ``start`` on."""
+    return {
+        "input_ids": list(ask.prompt),
+        "sampling_params": {
+            "temperature": ask.temperature,
+            "max_new_tokens": ask.tokens,
+            "ignore_eos": ask.ignore_eos,
+        },
+        "return_logprob": True,
+        "logprob_start_len": start,
+        "top_logprobs_num": TOP,
+        "extra_key": space,
+    }
+
+
 def _timed(answer: Answer, seconds: float) -> Answer:
-    return Answer(**{**vars(answer), "seconds": seconds})
+    return replace(answer, seconds=seconds)
 
 
 def _events(stream: requests.Response) -> Iterator[Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json as json_module
 import os
 import shlex
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +28,7 @@ from hicache_guard.core.errors import ConfigError
 from hicache_guard.core.matches import TRACE_VAR
 from hicache_guard.core.modes import Mode
 from hicache_guard.embedded import faults, models, reference
-from hicache_guard.embedded.server import ATTENTION, Server
+from hicache_guard.embedded.server import ATTENTION, Server, free_port
 
 #: Exit statuses: a fault was found; the audit could not be made, or not to its end.
 FAULT, COULD_NOT = 1, 2
@@ -117,10 +116,7 @@ def audit(
     if launch:
         with _launched(context.args, keep / "server.log", patience, api_key) as (address, key):
             return job.run(Wire(address, key=key, timeout=timeout), may_flush=True)
-    if guard not in {mode.value for mode in Mode}:
-        raise ConfigError(
-            f"--guard {guard}: choose one of {', '.join(mode.value for mode in Mode)}"
-        )
+    mode = Mode.parse(guard)
     if hicache not in ("none", "write_through", "write_back"):
         raise ConfigError(f"--hicache {hicache}: choose none, write_through or write_back")
     if fault is not None and fault not in faults.FAULTS:
@@ -142,7 +138,7 @@ def audit(
         attention=attention,
         guard=guard,
         environment=(faults.environment(fault) if fault else {})
-        | ({TRACE_VAR: str(trace)} if guard != Mode.OFF.value else {}),
+        | ({TRACE_VAR: str(trace)} if mode is not Mode.OFF else {}),
         folder=keep / "server",
     )
     with server:
@@ -235,9 +231,7 @@ def _launched(
     found = {name: _after(arguments, name) for name in ("--host", "--port", "--api-key")}
     port = found["--port"]
     if port is None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         arguments += ["--port", port]
     host = found["--host"] or "127.0.0.1"
     if found["--host"] is None:

@@ -376,7 +376,7 @@ def install() -> None:
         raise ConfigError(f"no fault {name!r}; choose one of {', '.join(FAULTS)}")
     fault = FAULTS[name]
     faulty = fault.strikes()
-    for module in dict.fromkeys(fault.modules):
+    for module in fault.modules:
         wrapt.when_imported(module)(functools.partial(_put_in, fault, faulty))
 
 

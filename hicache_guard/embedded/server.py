@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import atexit
 import json
-import math
-import os
 import random
 import re
-import signal
 import socket
 import subprocess
 import sys
@@ -26,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hicache_guard import checkouts
+from hicache_guard import checkouts, children
 from hicache_guard.core.errors import ConfigError, GuardError
 from hicache_guard.core.modes import ENV_VAR, Mode
 from hicache_guard.embedded import models, replacements
@@ -94,7 +91,7 @@ class Server:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log = self.folder / "server.log"
         self.model = _written(model, self.folder / "model")
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._environment = checkouts.environment(self._tree) | {
             "PYTHONPATH": f"{_SHIM}:{self._tree}",
@@ -199,12 +196,7 @@ class Server:
             return
         atexit.unregister(self.stop)
         assert process.stdin is not None
-        for sign, patience in ((signal.SIGTERM, _GRACE), (signal.SIGKILL, math.inf)):
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, sign)
-            limit = time.monotonic() + patience
-            while time.monotonic() < limit and (process.poll() is None or _lives(process.pid)):
-                time.sleep(0.02)
+        children.end(process, _GRACE)
         process.stdin.close()
 
     def __enter__(self) -> Self:
@@ -274,7 +266,7 @@ def _hicache(policy: str, ratio: float, size: int) -> dict[str, Any]:
     }
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Not one that the system gives: releases add up to 20,000 to it for ports of their own."""
     while True:
         port = random.SystemRandom().randrange(*_PORTS)
@@ -290,13 +282,3 @@ def _written(model: str | Path, folder: Path) -> Path:
     _one_of("model", model, models.MODELS)
     models.write(model, folder)
     return folder
-
-
-def _lives(group: int) -> bool:
-    """Whether a process of a group still runs; one that only waits to be buried does not."""
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError):
-            state, _, its_group = status.read_text().rpartition(")")[2].split()[:3]
-            if int(its_group) == group and state not in "ZX":
-                return True
-    return False
