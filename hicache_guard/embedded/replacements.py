@@ -54,14 +54,14 @@ class Replacement:
 
 # -- processes and imports -----------------------------------------------------------------------
 
-_KERNELS = ("sgl_kernel", "sgl_kernel.kvcacheio")
+KERNELS = ("sgl_kernel", "sgl_kernel.kvcacheio")
 
 
-class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module with nothing in it under each name of ``_KERNELS``."""
+class Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds a module with nothing in it under each name of ``KERNELS``."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in _KERNELS:
+        if name not in KERNELS:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -72,7 +72,7 @@ class _Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         pass
 
 
-def _absent_operations(module: Any) -> None:
+def absent_operations(module: Any) -> None:
     def absent(name: str) -> Callable[..., Any]:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -146,7 +146,7 @@ def _refuse_others(options: dict[str, Any]) -> None:
     assert not asked, asked
 
 
-def _decode(
+def decode_attention(
     q: Any,
     k: Any,
     v: Any,
@@ -171,7 +171,7 @@ def _decode(
         )
 
 
-def _extend(
+def extend_attention(
     q: Any,
     new_k: Any,
     new_v: Any,
@@ -208,7 +208,7 @@ def _extend(
         )
 
 
-def _around(cls: Any, name: str, by: Callable[..., Any]) -> None:
+def around(cls: Any, name: str, by: Callable[..., Any]) -> None:
     """Have ``by`` called instead of a method, with the original first; the guard goes around it."""
     original = getattr(cls, name)
 
@@ -222,10 +222,10 @@ def _around(cls: Any, name: str, by: Callable[..., Any]) -> None:
 def _triton_kernels(module: Any) -> None:
     def made(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> None:
         original(backend, *args, **kwargs)
-        backend.decode_attention_fwd = _decode
-        backend.extend_attention_fwd = _extend
+        backend.decode_attention_fwd = decode_attention
+        backend.extend_attention_fwd = extend_attention
 
-    _around(module.TritonAttnBackend, "__init__", made)
+    around(module.TritonAttnBackend, "__init__", made)
 
 
 def _even_windows(module: Any) -> None:
@@ -240,7 +240,7 @@ def _even_windows(module: Any) -> None:
         if gathered is not None:
             backend.extend_attention_fwd = even
 
-    _around(module.TritonAttnBackend, "__init__", made)
+    around(module.TritonAttnBackend, "__init__", made)
 
 
 def _torch_native(module: Any) -> None:
@@ -288,9 +288,9 @@ def _torch_native(module: Any) -> None:
         attend(q, out, k, v, table, rows, ends, ends - 1, scaling)
 
     for name in ("forward_extend", "forward_decode"):
-        _around(cls, name, noted)
-    _around(cls, "_run_sdpa_forward_extend", extend)
-    _around(cls, "_run_sdpa_forward_decode", decode)
+        around(cls, name, noted)
+    around(cls, "_run_sdpa_forward_extend", extend)
+    around(cls, "_run_sdpa_forward_decode", decode)
 
 
 # -- HiCache -------------------------------------------------------------------------------------
@@ -368,7 +368,7 @@ class _Unpinned(wrapt.ObjectProxy[Any]):
         return self.__wrapped__.tensor(*args, **kwargs)
 
 
-def _unpinned(module: Any) -> None:
+def unpinned(module: Any) -> None:
     module.torch = _Unpinned(module.torch)
 
 
@@ -412,8 +412,8 @@ TABLE = (
         "the package: it can be imported, its operations raise when they are called",
         "no wheel of it runs on a CPU, and 0.5.12 and 0.5.13 name it in imports of every process",
         when="where a release imports it",
-        modules=_KERNELS,
-        make=_absent_operations,
+        modules=KERNELS,
+        make=absent_operations,
     ),
     Replacement(
         "streams",
@@ -445,7 +445,7 @@ TABLE = (
         "it pins memory without asking whether there is a device",
         when="0.5.12 and its post-release, where log-probabilities of a prompt are asked for",
         modules=("sglang.srt.layers.logits_processor",),
-        make=_unpinned,
+        make=unpinned,
     ),
     Replacement(
         "Triton attention",
@@ -468,7 +468,7 @@ TABLE = (
     ),
     Replacement(
         "torch_native attention",
-        "_run_sdpa_forward_extend and …_decode, of the torch_native backend",
+        "_run_sdpa_forward_extend and …decode_attention, of the torch_native backend",
         "it writes window layers at translated slots and reads them at slots of the full pool "
         "(C16), and up to 0.5.12 knows no window",
         when="attention torch_native; torch_native-stock leaves it as it is",
@@ -489,7 +489,7 @@ def environment(attention: str, models: str) -> dict[str, str]:
 
 def install() -> None:
     """Have everything made that the environment asks for."""
-    sys.meta_path.append(_Empty())
+    sys.meta_path.append(Empty())
     attention = os.environ.get(ATTENTION_VAR, "triton")
     for replacement in TABLE:
         if attention in replacement.attention:

@@ -14,22 +14,16 @@ Needs ``TRITON_INTERPRET=1`` and ``SGLANG_USE_CPU_ENGINE=1``.
 
 from __future__ import annotations
 
-import functools
-import importlib.abc
-import importlib.machinery
 import itertools
-import math
 import os
 import sys
-import types
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import wrapt
 
-#: The kernels that are named by imports which every process makes; 0.5.12 and 0.5.13 need both.
-_ABSENT = ("sgl_kernel", "sgl_kernel.kvcacheio")
+from hicache_guard.embedded import replacements
 
 #: Calls of attention kernels and the slots that these read, by kind of pass and of layer.
 reads: Counter[str] = Counter()
@@ -37,156 +31,53 @@ reads: Counter[str] = Counter()
 
 # -- sgl_kernel ----------------------------------------------------------------------------------
 
-
-def _absent(name: str) -> Callable[..., Any]:
-    """An operation that is not there."""
-    if name.startswith("__"):
-        raise AttributeError(name)
-
-    def operation(*_args: Any, **_kwargs: Any) -> Any:
-        raise NotImplementedError(f"sgl_kernel.{name} is not there on this machine")
-
-    return operation
-
-
-class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in _ABSENT:
-            return None
-        return importlib.machinery.ModuleSpec(name, self, is_package=True)
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        module = types.ModuleType(spec.name)
-        vars(module)["__getattr__"] = _absent
-        return module
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-sys.meta_path.append(_Absent())
+sys.meta_path.append(replacements.Empty())
+for _kernels in replacements.KERNELS:
+    wrapt.when_imported(_kernels)(replacements.absent_operations)
 
 
 # -- the kernels at the end of the Triton backend ------------------------------------------------
 
 
-def _slots(backend: Any, kind: str, indptr: Any, indices: Any) -> list[Any]:
-    """The slots of each request, out of what the backend gathered for this kind of layer."""
-    gathered = backend.forward_metadata
-    layer = "window" if indices is gathered.window_kv_indices else "full"
-    assert layer == "window" or indices is gathered.kv_indices, "nothing else is read"
-    ends = indptr.tolist()
-    reads[f"{kind}, {layer} layers"] += 1
-    reads[f"{kind}, {layer} slots"] += ends[-1]
-    return [indices[start:end].long() for start, end in itertools.pairwise(ends)]
+def _counted_reads(backend: Any, kind: str, kernel: Callable[..., None], at: int) -> Any:
+    """``kernel``, whose arguments ``at`` and after are what the backend gathered for the layer."""
 
+    def counted(*args: Any, **options: Any) -> None:
+        indptr, indices = args[at : at + 2]
+        gathered = backend.forward_metadata
+        layer = "window" if indices is gathered.window_kv_indices else "full"
+        assert layer == "window" or indices is gathered.kv_indices, "nothing else is read"
+        reads[f"{kind}, {layer} layers"] += 1
+        reads[f"{kind}, {layer} slots"] += int(indptr[-1])
+        _plain(options)
+        kernel(*args, **options)
 
-def _attended(q: Any, keys: Any, values: Any, scale: float, window: int = -1) -> Any:
-    """What the last ``len(q)`` of ``len(keys)`` tokens see: those up to ``window`` before each."""
-    import torch
-
-    own = torch.arange(len(keys) - len(q), len(keys))[:, None]
-    other = torch.arange(len(keys))[None, :]
-    seen = (other <= own) & (own - other <= (window if window >= 0 else len(keys)))
-    by_head = [part.movedim(0, 1) for part in (q, keys.to(q.dtype), values.to(q.dtype))]
-    attend = torch.nn.functional.scaled_dot_product_attention
-    found = attend(by_head[0], by_head[1], by_head[2], seen, scale=scale, enable_gqa=True)
-    return found.movedim(1, 0)
+    return counted
 
 
 def _plain(options: dict[str, Any]) -> None:
-    """That nothing is asked of a kernel which is not done here."""
+    """That nothing is asked of a kernel which the model has no use for."""
     asked = {name: options.get(name) for name in ("sinks", "score_mod", "logit_cap", "enable_lean")}
     assert not any(asked.values()), asked
-
-
-def _decode(
-    backend: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    out: Any,
-    indptr: Any,
-    indices: Any,
-    _logits: Any,
-    _lse: Any,
-    _splits: Any,
-    _max: Any,
-    scale: float,
-    *_: Any,
-    **options: Any,
-) -> None:
-    _plain(options)
-    for row, slots in enumerate(_slots(backend, "decode", indptr, indices)):
-        out[row : row + 1] = _attended(q[row : row + 1], k[slots], v[slots], scale)
-
-
-def _extend(
-    backend: Any,
-    q: Any,
-    new_k: Any,
-    new_v: Any,
-    out: Any,
-    k: Any,
-    v: Any,
-    starts: Any,
-    indptr: Any,
-    indices: Any,
-    mask: Any,
-    causal: bool,
-    _mask_at: Any,
-    _longest: Any,
-    _k_scale: Any,
-    _v_scale: Any,
-    scale: float | None = None,
-    sliding_window_size: int = -1,
-    **options: Any,
-) -> None:
-    import torch
-
-    _plain(options)
-    assert mask is None, "no drafts"
-    assert causal, "no encoder"
-    bounds = starts.tolist()
-    for row, slots in enumerate(_slots(backend, "extend", indptr, indices)):
-        new = slice(bounds[row], bounds[row + 1])
-        keys, values = torch.cat([k[slots], new_k[new]]), torch.cat([v[slots], new_v[new]])
-        scaled = scale or 1 / math.sqrt(q.shape[-1])
-        out[new] = _attended(q[new], keys, values, scaled, sliding_window_size)
-
-
-def _around(cls: Any, name: str, by: Callable[..., Any]) -> None:
-    """Have ``by`` called instead of a method, with the original first; the guard goes around it."""
-    original = getattr(cls, name)
-
-    @functools.wraps(original)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return by(original, self, *args, **kwargs)
-
-    setattr(cls, name, method)
 
 
 @wrapt.when_imported("sglang.srt.layers.attention.triton_backend")
 def _in_torch(module: Any) -> None:
     def made(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> None:
         original(backend, *args, **kwargs)
-        backend.decode_attention_fwd = functools.partial(_decode, backend)
-        backend.extend_attention_fwd = functools.partial(_extend, backend)
+        for kind, kernel, at in (
+            ("decode", replacements.decode_attention, 4),
+            ("extend", replacements.extend_attention, 7),
+        ):
+            counted = _counted_reads(backend, kind, kernel, at)
+            setattr(backend, f"{kind}_attention_fwd", counted)
 
     if os.environ.get("ENGINE_KERNELS") != "interpreted":
-        _around(module.TritonAttnBackend, "__init__", made)
+        replacements.around(module.TritonAttnBackend, "__init__", made)
 
 
-class _Unpinned(wrapt.ObjectProxy[Any]):
-    """``torch`` for a module that pins memory without asking whether there is a device."""
-
-    def tensor(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
-        return self.__wrapped__.tensor(*args, **kwargs)
-
-
-@wrapt.when_imported("sglang.srt.layers.logits_processor")
-def _unpinned(module: Any) -> None:
-    module.torch = _Unpinned(module.torch)  # 0.5.12: a prompt whose logarithms are asked again
+# 0.5.12: a prompt whose logarithms are asked again.
+wrapt.when_imported("sglang.srt.layers.logits_processor")(replacements.unpinned)
 
 
 # -- the scheduler -------------------------------------------------------------------------------
@@ -204,9 +95,9 @@ def _watched(module: Any) -> None:
         }
         return answer
 
-    _around(module.Scheduler, "get_internal_state", told)
-    _around(module.Scheduler, "run_batch", _befallen())
-    _around(module.Scheduler, "process_input_requests", _interrupted())
+    replacements.around(module.Scheduler, "get_internal_state", told)
+    replacements.around(module.Scheduler, "run_batch", _befallen())
+    replacements.around(module.Scheduler, "process_input_requests", _interrupted())
 
 
 def _counted(allocator: Any) -> dict[str, Any] | None:
