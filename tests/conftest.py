@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).parent
+gc.set_threshold(100_000, 20, 50)  # syntax trees are millions of objects without cycles
 sys.path.insert(0, str(HERE))  # for ``import oracle``; pytest's importlib mode adds nothing
 
 from programs import rows_of  # noqa: E402

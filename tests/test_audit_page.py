@@ -101,7 +101,8 @@ def _healthy() -> Data:
     cold = [_comparison(dice, f"r{n + 1}", dice.randint(1, 512)) for n in range(48)]
     facts = Facts(
         "0.5.23", "/models/MiMo-V2-Flash", "MiMoV2FlashForCausalLM", "bfloat16", 128, 64, 8192,
-        32768, 151680, 262144, 65536, 48, "unified", "write_through", 524288, "no", "no", True,
+        32768, 151680, 262144, 65536, 48, "unified", "write_through", 524288, "no", "no", "no",
+        False, True,
         "fa3", "tp 1, dp 1", ("window_pool", "tree"),
     )  # fmt: skip
     engine = facts.rows()

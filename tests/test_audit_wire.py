@@ -3,7 +3,8 @@
 The server is a stand-in that answers log-probabilities made of a hash of the tokens before, so a
 whole audit of it finds nothing; then it fails from some request on. What real servers answer is in
 ``test_audit_embedded``. Mutations seen to fail: no ``status_code`` check, no JSON check, time-outs
-not caught, results dropped where an audit breaks off, cold readings that may be cached.
+not caught, histories of sessions not looked at, results dropped where an audit breaks off, cold
+readings that may be cached.
 """
 
 from __future__ import annotations
@@ -16,14 +17,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hicache_guard.audit.plan import Ask, Leave
+from hicache_guard.audit import play
+from hicache_guard.audit.plan import Answer, Ask, Leave, Session
 from hicache_guard.audit.wire import Wire, WireError
 from hicache_guard.cli import main
 
@@ -52,6 +54,9 @@ class Model(ThreadingHTTPServer):
         self.flushed = 0
         self.key: str | None = None
         self.tells_keys_apart = True
+        #: What came before each turn of a session, by session and turn.
+        self.turns: dict[str, dict[str | None, list[int]]] = {}
+        self.opens, self.forgets = True, False
         self.lock = threading.Lock()
 
     @property
@@ -92,6 +97,10 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/flush_cache":
             self.server.flushed += 1
             self.server.known.clear()
+        if self.path == "/open_session" and self.server.opens:
+            self.server.turns[wanted["session_id"]] = {None: []}
+            self._send(json.dumps(wanted["session_id"]).encode())
+            return
         if self.path != "/generate":
             self._send(b"{}")
             return
@@ -124,6 +133,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def _answer(self, wanted: dict[str, Any]) -> dict[str, Any]:
         ids, count = wanted["input_ids"], wanted["sampling_params"]["max_new_tokens"]
+        turns: dict[str | None, list[int]] = {None: []}
+        if params := wanted.get("session_params"):
+            turns = self.server.turns[params["id"]]
+            if not self.server.forgets:
+                ids = turns[params.get("rid")] + ids
         space = wanted["extra_key"] if self.server.tells_keys_apart else ""
         known = self.server.known.setdefault(space, [])
         cached = max((_common(ids, other) for other in known), default=0)
@@ -133,6 +147,7 @@ class Handler(BaseHTTPRequestHandler):
         for _ in range(count):
             whole.append(int.from_bytes(hashlib.sha256(str(whole).encode()).digest()[:2]) % 1000)
             rows.append([logprob(whole), whole[-1], None])
+        turns[wanted.get("rid")] = whole
         told: list[list[Any]] = []
         if (start := wanted["logprob_start_len"]) >= 0:
             told = [[None, ids[start], None]]
@@ -141,6 +156,7 @@ class Handler(BaseHTTPRequestHandler):
             ]
         return {
             "finish_reason": {"type": "length"},
+            "prompt_tokens": len(ids),
             "cached_tokens": min(cached, len(ids) - 1) // 4 * 4,
             "output_token_logprobs": rows,
             "output_top_logprobs": [[row] for row in rows],
@@ -212,8 +228,7 @@ def test_a_right_server_is_found_right(model: Model, audit: Command, tmp_path: P
     assert found["verdict"] == "equal"
     assert {row["name"]: row["verdict"] for row in found["scenarios"]} == {
         "cold": "equal", "shared-prefix": "equal", "turns": "equal",
-        "speculation": "not tested", "disaggregation": "not tested",
-        "sessions": "not tested", "storage": "not tested",
+        "disaggregation": "not tested", "storage": "not tested",
     }  # fmt: skip
     assert model.flushed == 0, "a running server's cache is not ours to empty"
     assert "<html" in page.read_text()
@@ -313,19 +328,54 @@ def test_bad_input_is_one_line(
     assert not done.stdout
 
 
+def test_sessions_have_the_history_that_they_were_given(model: Model, audit: Command) -> None:
+    """Mutation: without ``play._checked`` a session that forgets is not noticed."""
+    done = audit("--only", "sessions")
+    assert done.returncode == 0, done.stdout
+    sessions = {row["name"]: row for row in json.loads(done.stdout)["scenarios"]}["sessions"]
+    assert sessions["hits"] >= 8
+    model.forgets = True
+    done = audit("--only", "sessions")
+    assert done.returncode == 1
+    assert "the session had" in done.stdout
+
+
+def test_server_without_sessions_is_audited_without(model: Model, audit: Command) -> None:
+    model.opens = False
+    done = audit("--only", "sessions")
+    assert done.returncode == 0, done.stderr
+    verdicts = {row["name"]: row["verdict"] for row in json.loads(done.stdout)["scenarios"]}
+    assert verdicts["sessions"] == "not tested"
+    assert verdicts["shared-prefix"] == "equal"
+
+
+def test_a_turn_after_one_that_was_left_is_not_judged() -> None:
+    """How far a turn had come that was left, nobody can say; else another history is a fault."""
+    session = Session("a", streaming=True)
+    turn = Ask("two", (1, 2, 3), 4, session=session, carried=2)
+    told = Answer(turn, (4,), prompt_tokens=9, finish="length")
+    left = Answer(Ask("one", (1,), 4, session=session, leave=Leave.ABORT), finish="abort")
+    assert play._checked(told, {}).error
+    other = replace(left, ask=replace(left.ask, session=Session("b", streaming=True)))
+    assert play._checked(told, {"one": other}).error
+    found = play._checked(told, {"one": left})
+    assert not found.error
+    assert not found.whole
+
+
 def test_requests_that_leave_are_answers(model: Model) -> None:
     wire = Wire(model.url, timeout=5)
     for leave in Leave:
         for leaves in (0, 3):
             ask = Ask("one", (1, 2, 3), 8, leave=leave, leaves=leaves)
-            answer = wire.generate(ask, rid=f"{leave}{leaves}", space="here")
+            answer = wire.generate(ask, space=f"here-{leave}{leaves}")
             assert answer.finish == leave.value
             assert not answer.whole
 
 
 def test_readings_are_of_the_tokens_given(model: Model) -> None:
     wire = Wire(model.url, timeout=5)
-    answer = wire.generate(Ask("one", (5, 6, 7), 4), rid="one", space="here")
+    answer = wire.generate(Ask("one", (5, 6, 7), 4), space="here")
     again = wire.reread(answer.ask.prompt, answer.output, space="there")
     assert again.output == answer.output
     assert again.logprobs == answer.logprobs

@@ -17,7 +17,7 @@ from hicache_guard.audit.facts import Facts
 from hicache_guard.audit.judge import Comparison, Judgement, Noise, Verdict
 from hicache_guard.audit.plan import Answer, Ask, Plan
 from hicache_guard.audit.scenarios import Scenario
-from hicache_guard.audit.wire import Wire, WireError
+from hicache_guard.audit.wire import NoSessionError, Wire, WireError
 
 #: Requests whose cold answers are compared with cold readings, and how many run together at most.
 SAMPLES, SHAPES = 48, 4
@@ -211,7 +211,12 @@ class Auditor:
         self.watcher.begins(scenario.name, 2 * count)
         if self.may_flush:
             self.wire.flush()
-        answers, comparisons = self._compared(plan, self.watcher.goes_on)
+        try:
+            answers, comparisons = self._compared(plan, self.watcher.goes_on)
+        except NoSessionError as error:
+            untried = Judgement(Verdict.NOT_TESTED, str(error))
+            self._add(audit, Result(scenario.name, scenario.purpose, untried))
+            return
         found = judge.judge(answers, comparisons, noise.limit)
         result = Result(
             scenario.name, scenario.purpose, found, plan, answers, comparisons, limit=noise.limit

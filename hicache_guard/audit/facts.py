@@ -42,6 +42,8 @@ class Facts:
     host_tokens: int
     speculative: str
     disaggregation: str
+    storage: str
+    streaming: bool
     overlap: bool
     attention: str
     parallel: str
@@ -126,6 +128,8 @@ def ask(wire: Wire, *, window: int | None = None, vocabulary: int | None = None)
         host_tokens=int(full * _ratio(server)) if server.get("enable_hierarchical_cache") else 0,
         speculative=str(server.get("speculative_algorithm") or "no"),
         disaggregation=str(server.get("disaggregation_mode") or "null").replace("null", "no"),
+        storage=str(server.get("hicache_storage_backend") or "no"),
+        streaming=bool(server.get("enable_streaming_session")),
         overlap=not server.get("disable_overlap_schedule"),
         attention=str(server.get("attention_backend") or "unknown"),
         parallel=f"tp {server.get('tp_size', 1)}, dp {server.get('dp_size', 1)}",

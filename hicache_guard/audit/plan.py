@@ -20,13 +20,22 @@ class Leave(StrEnum):
 
 
 @dataclass(frozen=True)
+class Session:
+    """A session of SGLang's API. A ``streaming`` one keeps its KV outside of the prefix tree."""
+
+    name: str
+    streaming: bool = False
+
+
+@dataclass(frozen=True)
 class Ask:
     """One request.
 
     ``after`` names an earlier one: its prompt and what it was answered come before ``prompt``.
     ``tokens`` is how many are generated at most. ``leaves`` after so many tokens have come: 0 is
     while the prompt is computed. ``due``: how many tokens of the prompt the cache should know when
-    it is asked, if nothing was evicted; 0 where that cannot be said.
+    it is asked, if nothing was evicted; 0 where that cannot be said. As a turn of a ``session`` it
+    is sent without the first ``carried`` tokens, which the session has.
     """
 
     name: str
@@ -38,6 +47,8 @@ class Ask:
     leaves: int = 0
     due: int = 0
     after: str = ""
+    session: Session | None = None
+    carried: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,7 +75,8 @@ class Answer:
     ``logprobs`` and ``top`` (token to log-probability, the likeliest of each position) are those of
     the generated tokens. ``cached`` tokens of the prompt were not computed. ``finish`` is the
     server's reason, or "abort", "disconnect" and "failed" where there is no whole answer; ``error``
-    says why it failed. Of ``unread`` positions the server did not tell.
+    says why it failed. Of ``unread`` positions the server did not tell. ``prompt_tokens`` is how
+    long the server says that the prompt was.
     """
 
     ask: Ask
@@ -77,6 +89,7 @@ class Answer:
     error: str = ""
     seconds: float = 0.0
     unread: tuple[int, ...] = ()
+    prompt_tokens: int = 0
 
     @property
     def whole(self) -> bool:

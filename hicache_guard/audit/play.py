@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 from hicache_guard.audit.plan import Answer, Ask, Plan
-from hicache_guard.audit.wire import Wire, WireError
+from hicache_guard.audit.wire import Wire, WireError, session_id
 
 _numbers = itertools.count(1)
 #: How the names of our requests, and of our parts of the cache, begin.
@@ -32,20 +33,47 @@ def play(wire: Wire, plan: Plan, told: Callable[[], None] = lambda: None) -> lis
     """The answers of a plan, in its order; ``told`` hears of each."""
     here = space(plan.scenario)
     answers: dict[str, Answer] = {}
-    found: list[Answer] = []
-    with ThreadPoolExecutor(max_workers=max((len(step) for step in plan.steps), default=1)) as pool:
+    with _sessions(wire, plan, here), ThreadPoolExecutor(_widest(plan)) as pool:
         for step in plan.steps:
             asks = [_whole(ask, answers) for ask in step]
-            asked = [
-                pool.submit(wire.generate, ask, rid=f"{here}-{ask.name}", space=here)
-                for ask in asks
-            ]
-            for future in asked:
-                answer = future.result()
+            for future in [pool.submit(wire.generate, ask, space=here) for ask in asks]:
+                answer = _checked(future.result(), answers)
                 answers[answer.ask.name] = answer
-                found.append(answer)
                 told()
-    return found
+    return list(answers.values())
+
+
+def _widest(plan: Plan) -> int:
+    return max((len(step) for step in plan.steps), default=1)
+
+
+@contextmanager
+def _sessions(wire: Wire, plan: Plan, here: str) -> Iterator[None]:
+    """All sessions of a plan are open meanwhile."""
+    names = {}
+    for ask in plan.asks():
+        if ask.session is not None:
+            names[session_id(ask.session, here)] = ask.session.streaming
+    try:
+        for name, streaming in names.items():
+            wire.open_session(name, streaming=streaming)
+        yield
+    finally:
+        for name in names:
+            wire.close_session(name)
+
+
+def _checked(answer: Answer, before: dict[str, Answer]) -> Answer:
+    """A turn whose session had another history than it was given is no answer to it.
+
+    Unless a turn was left in that session: nobody can say from outside how far it had come.
+    """
+    ask = answer.ask
+    if not ask.carried or not answer.whole or answer.prompt_tokens == len(ask.prompt):
+        return answer
+    left = any(each.ask.session == ask.session and each.ask.leave for each in before.values())
+    said = f"the session had {answer.prompt_tokens} tokens, not {len(ask.prompt)}"
+    return Answer(ask, finish="other history", error="" if left else said)
 
 
 def _whole(ask: Ask, answers: dict[str, Answer]) -> Ask:
@@ -53,9 +81,10 @@ def _whole(ask: Ask, answers: dict[str, Answer]) -> Ask:
     before = answers.get(ask.after)
     if before is None:
         return ask
-    prompt = before.ask.prompt + before.output + ask.prompt
-    known = len(before.ask.prompt) + max(0, len(before.output) - 1)
-    return replace(ask, prompt=prompt, due=ask.due and known)
+    history = before.ask.prompt + before.output
+    known = len(history) - bool(before.output)
+    carried = len(history) if ask.session is not None else 0
+    return replace(ask, prompt=history + ask.prompt, due=ask.due and known, carried=carried)
 
 
 class ColdError(WireError):

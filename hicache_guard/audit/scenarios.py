@@ -10,9 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hicache_guard.audit.facts import Facts
-from hicache_guard.audit.plan import Ask, Leave, Plan, Tokens
+from hicache_guard.audit.plan import Ask, Leave, Plan, Session, Tokens
 
 #: Tokens that are generated where it does not matter: more than one page, less than a window.
 SHORT = 8
@@ -38,7 +39,7 @@ class Writer:
         count = max(1, min(count, self.longest))
         return tuple(self.dice.choices(range(FIRST_TOKEN, self.facts.vocabulary), k=count))
 
-    def ask(self, prompt: Tokens, tokens: int = SHORT, *, known: int = 0, **more: object) -> Ask:
+    def ask(self, prompt: Tokens, tokens: int = SHORT, *, known: int = 0, **more: Any) -> Ask:
         """A request whose first ``known`` tokens the cache should know, in whole pages.
 
         At least one token is always computed.
@@ -48,7 +49,7 @@ class Writer:
         known = min(known, len(prompt) - 1)
         due = known - known % self.facts.page
         made = Ask(f"r{self._count}", prompt, tokens, due=due)
-        return replace(made, **more)  # type: ignore[arg-type]
+        return replace(made, **more)
 
     def step(self, *asks: Ask) -> None:
         self.steps.append(asks)
@@ -216,6 +217,50 @@ def _turns(make: Writer) -> None:
         make.step(*last)
 
 
+def _session_turns(streaming: bool) -> Callable[[Writer], None]:
+    def write(make: Writer) -> None:
+        window, dice = make.facts.window, make.dice
+
+        def turn(last: Ask, **more: Any) -> Ask:
+            said = make.tokens(dice.randint(1, window // 2))
+            return make.ask(said, after=last.name, session=last.session, **more)
+
+        sessions = [Session(name, streaming) for name in ("a", "b")]
+        last = [
+            make.ask(make.tokens(window * (1 + 2 * number)), session=session)
+            for number, session in enumerate(sessions)
+        ]
+        make.step(*last)
+        for _ in range(3):
+            last = [turn(ask, due=1) for ask in last]
+            make.step(*last)
+        make.one_by_one(turn(ask, tokens=8 * SHORT, leave=Leave.ABORT, leaves=3) for ask in last)
+        # From before what was aborted, once others have had the room.
+        make.step(make.ask(make.tokens(make.longest)))
+        if not streaming:  # a history can be gone on with more than once
+            make.step(*(turn(ask) for ask in last for _ in range(2)))
+        last = [turn(ask) for ask in last]
+        make.step(*last)
+        make.one_by_one(turn(ask, due=1) for ask in last)
+
+    return write
+
+
+def _speculative(make: Writer) -> None:
+    # Prompts that repeat themselves are guessed well, and then no more.
+    window, dice = make.facts.window, make.dice
+    motif = make.tokens(dice.randint(3, 9))
+    base = (motif * window)[: 3 * window]
+    make.step(make.ask(base, 4 * SHORT))
+    for length in (2 * window - 1, 2 * window, 2 * window + 1, 3 * window):
+        known = base[:length]
+        make.step(make.ask(known + motif, window + SHORT, known=length))
+        make.step(
+            make.ask(known + make.tokens(2), window + SHORT, known=length),
+            make.ask(known + motif, 4 * SHORT, temperature=1.0),
+        )
+
+
 def _sampling(make: Writer) -> None:
     dice, window = make.dice, make.facts.window
     base = make.tokens(3 * window)
@@ -267,6 +312,20 @@ SCENARIOS = (
     Scenario("branching", "Prompts that part from others anywhere, also inside a node", _branching),
     Scenario("together", "The same prompt several times at once", _together),
     Scenario("turns", "Conversations that grow by their own answers", _turns),
+    Scenario(
+        "sessions", "Sessions of the API: turns, branches, aborts, others in between",
+        _session_turns(streaming=False),
+    ),
+    Scenario(
+        "streaming-sessions", "Sessions that keep their KV outside of the tree",
+        _session_turns(streaming=True),
+        lambda facts: "" if facts.streaming else "the server has no --enable-streaming-session",
+    ),
+    Scenario(
+        "speculation", "What is guessed well and badly, around the edge of the window",
+        _speculative,
+        lambda facts: "" if facts.speculative != "no" else "the server does not speculate",
+    ),
     Scenario("sampling", "Sampled answers, and such as end when they like", _sampling),
     Scenario(
         "abort-in-prefill", "A request is aborted while its prompt is computed",
@@ -299,18 +358,12 @@ SCENARIOS = (
 )  # fmt: skip
 
 
-def _speculation(facts: Facts) -> str:
-    return "the server does not speculate" if facts.speculative == "no" else ""
-
-
 def _disaggregation(facts: Facts) -> str:
     return "" if facts.disaggregation != "no" else "prefill and decode run in one server"
 
 
 #: What is not played for itself, and why; where it says nothing, all that was played had it.
 UNTRIED: dict[str, Callable[[Facts], str]] = {
-    "speculation": _speculation,
     "disaggregation": _disaggregation,
-    "sessions": lambda _facts: "SGLang's sessions are not driven yet; conversations are (turns)",
-    "storage": lambda _facts: "a third tier is not driven yet",
+    "storage": lambda facts: "" if facts.storage != "no" else "the server has no third tier",
 }

@@ -27,8 +27,13 @@ STEPS = {steps}
 
 
 def generate(space, ids, tokens, **more):
+    if "session" in more:
+        more["session_params"] = {{"id": f"{{space}}-{{more['session']}}"}}
+        if more["carried"] and not more["streaming"]:
+            more["session_params"]["rid"] = f"{{space}}-{{more['after']}}"
     wanted = {{
-        "input_ids": ids,
+        "input_ids": ids[more.get("carried", 0):],
+        "session_params": more.get("session_params"),
         "sampling_params": {{"temperature": more.get("temperature", 0), "max_new_tokens": tokens,
                             "ignore_eos": more.get("ignore_eos", True)}},
         "return_logprob": True,
@@ -50,14 +55,27 @@ def generate(space, ids, tokens, **more):
     return None
 
 
+def session(space, ask, what):
+    wanted = {{"session_id": f"{{space}}-{{ask['session']}}"}}
+    if what == "open":
+        wanted |= {{"capacity_of_str_len": 1 << 20, "streaming": ask["streaming"], "timeout": 300}}
+    requests.post(f"{{URL}}/{{what}}_session", json=wanted, timeout=30).raise_for_status()
+
+
 def main():
-    space, answers, done, worst = uuid.uuid4().hex, {{}}, [], 0.0
+    space, answers, done, opened, worst = uuid.uuid4().hex, {{}}, [], [], 0.0
     with ThreadPoolExecutor(16) as pool:
         for step in STEPS:
             asked = []
             for ask in step:
                 more = dict(ask)
-                more["ids"] = answers.get(more.pop("after", ""), []) + more["ids"]
+                history = answers.get(more.get("after"), [])
+                more["ids"] = history + more["ids"]
+                if "session" in more:
+                    more["carried"] = len(history)
+                    if not history and more["session"] not in opened:
+                        opened.append(more["session"])
+                        session(space, more, "open")
                 asked.append((more, pool.submit(generate, space, **more)))
             for ask, future in asked:
                 meta = future.result()
@@ -65,6 +83,8 @@ def main():
                     rows = meta["output_token_logprobs"]
                     answers[ask["name"]] = ask["ids"] + [row[1] for row in rows]
                     done.append((ask, rows, meta.get("cached_tokens")))
+    for name in opened:
+        session(space, {{"session": name}}, "close")
     for ask, rows, cached in done:
         cold = generate(uuid.uuid4().hex, answers[ask["name"]], 1, start=len(ask["ids"]) - 1)
         cold = cold["input_token_logprobs"][-len(rows):]
@@ -90,6 +110,8 @@ def program(plan: Plan, *, name: str, url: str, limit: float, title: str) -> str
             told["tokens"] = ask.tokens
             if ask.after:
                 told["after"] = ask.after
+            if ask.session is not None:
+                told |= {"session": ask.session.name, "streaming": ask.session.streaming}
             if ask.leave is not None:
                 told |= {"leave": ask.leave.value, "leaves": ask.leaves}
             if ask.temperature:

@@ -16,19 +16,23 @@ from typing import Any
 
 import requests
 
-from hicache_guard.audit.plan import Answer, Ask, Leave
+from hicache_guard.audit.plan import Answer, Ask, Leave, Session
 from hicache_guard.core.errors import GuardError
 
 #: Likeliest tokens asked for at each position.
 TOP = 5
 #: How often a question that changes nothing is asked, and the seconds between.
 TRIES, PAUSE = 3, 0.5
-#: Seconds to be connected.
-CONNECT = 5.0
+#: Seconds to be connected, and those after which a session that nobody uses ends.
+CONNECT, SESSION = 5.0, 300.0
 
 
 class WireError(GuardError):
     """The server did not answer, or not as the API says."""
+
+
+class NoSessionError(WireError):
+    """The server opens no session."""
 
 
 class Wire:
@@ -123,14 +127,30 @@ class Wire:
             time.sleep(PAUSE / 5)
         raise said
 
-    def generate(self, ask: Ask, *, rid: str, space: str) -> Answer:
+    def open_session(self, name: str, *, streaming: bool) -> None:
+        """Open a session, which the server closes itself if nobody asks in it for a while."""
+        wanted: dict[str, Any] = {"capacity_of_str_len": 1 << 20, "session_id": name}
+        wanted |= {"streaming": streaming, "timeout": SESSION}
+        try:
+            found = self._json("POST", "/open_session", json=wanted)
+        except WireError as error:
+            raise NoSessionError(f"no session could be opened: {error}") from None
+        if found != name:
+            raise NoSessionError(f"{self.url}/open_session: not what SGLang answers there")
+
+    def close_session(self, name: str) -> None:
+        """Close a session; that there is none is no fault."""
+        with suppress(WireError):
+            self._send("POST", "/close_session", json={"session_id": name})
+
+    def generate(self, ask: Ask, *, space: str) -> Answer:
         """Ask for tokens; ``space`` is the part of the cache that may be used.
 
         A request that leaves is streamed until then. What fails is an answer, too.
         """
         begun = time.monotonic()
         try:
-            found = self._asked(ask, rid, space)
+            found = self._asked(ask, request_id(ask.name, space), space)
         except WireError as error:
             found = Answer(ask, error=str(error))
         return _timed(found, time.monotonic() - begun)
@@ -199,8 +219,8 @@ class Wire:
 
 def _wanted(ask: Ask, space: str, start: int = -1) -> dict[str, Any]:
     """The body of a request; log-probabilities of the prompt are told from ``start`` on."""
-    return {
-        "input_ids": list(ask.prompt),
+    return _turn(ask, space) | {
+        "input_ids": list(ask.prompt[ask.carried :]),
         "sampling_params": {
             "temperature": ask.temperature,
             "max_new_tokens": ask.tokens,
@@ -211,6 +231,25 @@ def _wanted(ask: Ask, space: str, start: int = -1) -> dict[str, Any]:
         "top_logprobs_num": TOP,
         "extra_key": space,
     }
+
+
+def session_id(session: Session, space: str) -> str:
+    return f"{space}-{session.name}"
+
+
+def _turn(ask: Ask, space: str) -> dict[str, Any]:
+    """What makes a request a turn; a streaming session has one history, another has many."""
+    if ask.session is None:
+        return {}
+    params = {"id": session_id(ask.session, space)}
+    if ask.carried and not ask.session.streaming:
+        params["rid"] = request_id(ask.after, space)
+    return {"session_params": params}
+
+
+def request_id(name: str, space: str) -> str:
+    """The id of a request."""
+    return f"{space}-{name}"
 
 
 def _timed(answer: Answer, seconds: float) -> Answer:
@@ -252,6 +291,7 @@ def _answer(ask: Ask, found: Any, url: str) -> Answer:
             int(meta.get("cached_tokens") or 0),
             {name: int(part) for name, part in details.items() if isinstance(part, int)},
             reason,
+            prompt_tokens=int(meta.get("prompt_tokens") or 0),
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise WireError(f"{url}/generate: no log-probabilities ({error!r})") from None

@@ -137,6 +137,7 @@ def audit(
         swa_ratio=1.0 if attention.endswith("stock") else None,
         attention=attention,
         guard=guard,
+        arguments={"enable_streaming_session": True},
         environment=(faults.environment(fault) if fault else {})
         | ({TRACE_VAR: str(trace)} if mode is not Mode.OFF else {}),
         folder=keep / "server",
