@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import gc
+import io
 import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 from patch_trees import checkout, git, small_tree, snapshot
 
+from hicache_guard.cli import main
 from hicache_guard.patches import catalogue, layout, transaction
 
 pytestmark = pytest.mark.sglang
 
 
-def _run(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command in this process: to import it anew takes longer than most do."""
+    told, said, argv = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["hicache-guard", "patch", *map(str, arguments)]
+    try:
+        with redirect_stdout(told), redirect_stderr(said), pytest.raises(SystemExit) as ended:
+            main.run()
+    finally:
+        sys.argv = argv
+        gc.enable()
+    assert isinstance(ended.value.code, int)
+    return subprocess.CompletedProcess([], ended.value.code, told.getvalue(), said.getvalue())
+
+
+def _started(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A command as a process of its own."""
     return subprocess.run(
         [sys.executable, "-P", "-m", "hicache_guard.cli.main", "patch", *map(str, arguments)],
         env={**os.environ, **environment},
@@ -146,9 +165,9 @@ def test_names_of_folders_are_not_taken_for_markup(command: str, tmp_path: Path)
 
 def test_terminal_without_unicode(tmp_path: Path) -> None:
     root = small_tree("0.5.23", tmp_path / "tree")
-    done = _run("list", PYTHONIOENCODING="ascii")
+    done = _started("list", PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr[-500:]
-    done = _run("check", root, PYTHONIOENCODING="ascii")
+    done = _started("check", root, PYTHONIOENCODING="ascii")
     assert done.returncode == 0, done.stderr[-500:]
 
 

@@ -14,6 +14,7 @@ from hicache_guard.adapters.state import settings
 from hicache_guard.core.guard import PoolGuard
 from hicache_guard.core.matches import MatchRecord, MatchTally, process_trace
 from hicache_guard.core.modes import Mode
+from hicache_guard.core.occupancy import Occupancy
 from hicache_guard.core.proof import Proved
 
 
@@ -24,6 +25,7 @@ class Recorder:
         self.guard = guard
         self.tally = MatchTally()
         self.trace = process_trace()
+        self.pages = Occupancy(guard)
         self.publisher = publisher_for(tree, [self.tally], [guard.tally, settings().tally])
         #: Whether a match that is proved leaves more than two additions.
         self.told = self.trace is not None or self.publisher is not None
@@ -105,6 +107,8 @@ class Recorder:
         return {"epoch": self.guard.map.epoch, "serial": self.guard.serial}
 
     def _publish(self) -> None:
+        if self.trace is not None and (look := self.pages.look(time.time())) is not None:
+            self.trace.pages(*look)
         if self.publisher is not None:
             self.publisher.maybe_publish()
 

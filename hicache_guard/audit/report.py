@@ -6,7 +6,8 @@ Format 1. Lengths are in tokens, times in seconds, ``delta`` is warm less cold l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,10 +20,13 @@ from hicache_guard.audit.judge import Comparison
 from hicache_guard.audit.play import OURS
 from hicache_guard.audit.script import program
 from hicache_guard.core.matches import MatchRecord, read_trace
+from hicache_guard.core.occupancy import states_of
 
 FORMAT = 1
 #: Most matches of a trace that are told.
 MOST = 2000
+#: Whose a page is, by its letter in a trace.
+OWNERS = {"f": "free", "l": "live", "t": "tree"}
 
 
 def as_data(audit: Audit, command: str) -> dict[str, Any]:
@@ -60,23 +64,54 @@ def as_data(audit: Audit, command: str) -> dict[str, Any]:
 
 def traced(files: Iterable[Path]) -> dict[str, Any]:
     """What a guarded server's traces say of the audit's own matches, for ``data["trace"]``."""
-    matches = []
+    matches: dict[tuple[Any, ...], dict[str, Any]] = {}
+    ownership: list[_Pages] = []
     for file in files:
+        seen: list[_Pages] = []
         for record in read_trace(file):
-            if record["kind"] != "match" or not (record.get("request") or "").startswith(OURS):
-                continue
-            match = MatchRecord.from_trace(record)
-            matches.append(
-                {
-                    "time": match.time,
-                    "request": match.request,
-                    "matched": match.claimed,
-                    "proved": min(match.proved.values(), default=0),
-                    "by_group": dict(match.proved),
-                    "clipped": match.clip,
-                }
-            )
-    return {"matches": matches[-MOST:], "ownership": []}
+            with suppress(LookupError, TypeError, ValueError, AttributeError):  # not what we write
+                if record["kind"] == "pages":
+                    seen.append((float(record["time"]), [*_pages(record)]))
+                elif record["kind"] == "match" and record["request"].startswith(OURS):
+                    match = _match(MatchRecord.from_trace(record))
+                    # The ranks of a server that computes in parts all tell the same matches.
+                    matches.setdefault((*map(str, [*match.values()][1:]),), match)
+        ownership = ownership or seen
+    told = sorted(matches.values(), key=lambda match: float(match["time"]))[-MOST:]
+    since = told[0]["time"] if told else math.inf
+    return {"matches": told, "ownership": [*_changes(ownership, since)]}
+
+
+def _match(match: MatchRecord) -> dict[str, Any]:
+    return {
+        "time": match.time,
+        "request": match.request,
+        "matched": match.claimed,
+        "proved": min(match.proved.values(), default=0),
+        "by_group": dict(match.proved),
+        "clipped": match.clip,
+    }
+
+
+#: When a look was taken at the pages; of each the pool, its number, and whose it was.
+_Pages = tuple[float, list[tuple[str, int, str]]]
+
+
+def _pages(record: Mapping[str, Any]) -> Iterator[tuple[str, int, str]]:
+    for side in ("full", "window"):
+        step = int(record[side]["step"])
+        for place, letter in enumerate(states_of(record[side]["pages"])):
+            yield side, 1 + place * step, letter
+
+
+def _changes(looks: Iterable[_Pages], since: float) -> Iterator[dict[str, Any]]:
+    """Each page when it is first seen, and when it changed hands."""
+    known: dict[tuple[str, int], str] = {}
+    for when, pages in looks:
+        for side, page, letter in pages if when >= since else ():
+            if known.get((side, page)) != letter:
+                known[side, page] = letter
+                yield {"time": when, "side": side, "page": page, "state": OWNERS[letter]}
 
 
 def _scenario(result: Result, audit: Audit) -> dict[str, Any]:

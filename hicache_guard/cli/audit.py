@@ -5,10 +5,11 @@ from __future__ import annotations
 import json as json_module
 import os
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -25,10 +26,10 @@ from hicache_guard.audit.report import as_data, traced
 from hicache_guard.audit.scenarios import SCENARIOS, Scenario
 from hicache_guard.audit.wire import Wire
 from hicache_guard.core.errors import ConfigError
-from hicache_guard.core.matches import TRACE_VAR
+from hicache_guard.core.matches import TRACE_VAR, read_trace
 from hicache_guard.core.modes import Mode
 from hicache_guard.embedded import faults, models, reference
-from hicache_guard.embedded.server import ATTENTION, Server, free_port
+from hicache_guard.embedded.server import ATTENTION, DYING, Server, free_port
 
 #: Exit statuses: a fault was found; the audit could not be made, or not to its end.
 FAULT, COULD_NOT = 1, 2
@@ -82,6 +83,10 @@ def audit(
     vocabulary: Annotated[
         int | None, typer.Option(help="Token ids to draw from, as --window.", min=100)
     ] = None,
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(help="With --url: what the server's guard traces to; may be repeated."),
+    ] = None,
     flush: Annotated[
         bool, typer.Option("--flush", help="With --url: the server's cache may be emptied.")
     ] = False,
@@ -111,11 +116,25 @@ def audit(
     if url is not None:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url}: it should begin with http:// or https://")
-        return job.run(Wire(url, key=api_key, timeout=timeout), may_flush=flush)
+        for file in trace or ():
+            read_trace(file)  # or the whole audit would be for nothing
+        return job.run(
+            Wire(url, key=api_key, timeout=timeout), may_flush=flush, traces=lambda: trace or []
+        )
+    if trace:
+        raise ConfigError("--trace is for --url: what is started here traces into --keep")
     keep.mkdir(parents=True, exist_ok=True)
+    ours = keep.absolute() / "trace.jsonl"
+    for old in keep.glob(ours.name + "*"):
+        old.unlink()
+
+    def traces() -> list[Path]:
+        return [file for file in sorted(keep.glob(ours.name + "*")) if file.suffix != ".1"]
+
     if launch:
-        with _launched(context.args, keep / "server.log", patience, api_key) as (address, key):
-            return job.run(Wire(address, key=key, timeout=timeout), may_flush=True)
+        with _launched(context.args, keep / "server.log", ours, patience, api_key) as found:
+            wire = Wire(found.url, key=found.key, timeout=timeout)
+            return job.run(wire, may_flush=True, ended=found.ended, traces=traces)
     mode = Mode.parse(guard)
     if hicache not in ("none", "write_through", "write_back"):
         raise ConfigError(f"--hicache {hicache}: choose none, write_through or write_back")
@@ -123,9 +142,6 @@ def audit(
         raise ConfigError(f"--fault {fault}: choose one of {', '.join(faults.FAULTS)}")
     if fault is not None and faults.FAULTS[fault].needs_host and hicache == "none":
         raise ConfigError(f"--fault {fault} needs a host tier: add --hicache write_through")
-    trace = keep.absolute() / "trace.jsonl"
-    for old in keep.glob(trace.name + "*"):
-        old.unlink()
     server = Server(
         checkouts.require(release) if checkout is None else _checkout(checkout),
         model,
@@ -139,7 +155,7 @@ def audit(
         guard=guard,
         arguments={"enable_streaming_session": True},
         environment=(faults.environment(fault) if fault else {})
-        | ({TRACE_VAR: str(trace)} if mode is not Mode.OFF else {}),
+        | ({TRACE_VAR: str(ours)} if mode is not Mode.OFF else {}),
         folder=keep / "server",
     )
     with server:
@@ -149,7 +165,7 @@ def audit(
             return [float(rows[place, token]) for place, token in enumerate(output)]
 
         wire = Wire(server.url, timeout=timeout)
-        return job.run(wire, may_flush=True, cold=cold, ended=server.ended, traces=keep)
+        return job.run(wire, may_flush=True, cold=cold, ended=server.ended, traces=traces)
 
 
 @dataclass(frozen=True)
@@ -172,11 +188,11 @@ class _Job:
         may_flush: bool,
         cold: Reference | None = None,
         ended: Callable[[], str] = lambda: "",
-        traces: Path | None = None,
+        traces: Callable[[], list[Path]] = list,
     ) -> int:
         """Audit a server that runs, and say what was found: the exit status.
 
-        ``traces`` is a folder where a guard of it writes to.
+        ``traces`` are, afterwards, those of its guard.
         """
         console = Console(stderr=self.as_json, highlight=False)
         known = facts.ask(wire, window=self.window, vocabulary=self.vocabulary)
@@ -189,8 +205,8 @@ class _Job:
             auditor = Auditor(wire, known, live, self.seed, may_flush, self.shrink, cold, ended)
             found = auditor.run(self.chosen)
         data = as_data(found, shlex.join(["hicache-guard", *sys.argv[1:]]))
-        if traces is not None and (files := sorted(traces.glob("trace.jsonl*"))):
-            data["trace"] = traced(file for file in files if file.suffix != ".1")
+        if files := traces():
+            data["trace"] = traced(files)
         for row in data["scenarios"]:
             if row["smallest"] is not None:
                 self.keep.mkdir(parents=True, exist_ok=True)
@@ -222,9 +238,12 @@ def _checkout(folder: Path) -> Path:
 
 @contextmanager
 def _launched(
-    arguments: Sequence[str], log: Path, patience: float, key: str | None
-) -> Iterator[tuple[str, str | None]]:
-    """A server of this environment's SGLang, on loopback unless told otherwise; its log is kept."""
+    arguments: Sequence[str], log: Path, trace: Path, patience: float, key: str | None
+) -> Iterator[_Launched]:
+    """A server of this environment's SGLang, on loopback unless told otherwise; its log is kept.
+
+    A guard in it writes a ``trace``, if the environment names none.
+    """
     given = [argument.split("=")[0] for argument in arguments]
     arguments = list(arguments)
     if "--model-path" not in given and "--model" not in given:
@@ -243,7 +262,10 @@ def _launched(
     with (
         log.open("ab") as out,
         children.started(
-            command, env=dict(os.environ), stdout=out.fileno(), stderr=out.fileno()
+            command,
+            env={TRACE_VAR: str(trace), **os.environ},
+            stdout=out.fileno(),
+            stderr=out.fileno(),
         ) as process,
     ):
         try:
@@ -257,9 +279,26 @@ def _launched(
                 if time.monotonic() > limit:
                     raise ConfigError(f"the server was not ready after {patience:g} s; see {log}")
                 time.sleep(1)
-            yield wire.url, found["--api-key"] or key
+            yield _Launched(wire.url, found["--api-key"] or key, process, log)
         finally:
             children.end(process)
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """A server that was launched, and answers."""
+
+    url: str
+    key: str | None
+    process: subprocess.Popen[str]
+    log: Path
+
+    def ended(self) -> str:
+        """Why it runs no more, in one line; nothing while it does."""
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(DYING)
+            return f"the server ended with status {self.process.returncode}; see {self.log}"
+        return ""
 
 
 def _after(arguments: Sequence[str], name: str) -> str | None:

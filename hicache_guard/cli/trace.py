@@ -78,7 +78,7 @@ class _Summary:
             self.tally.insert_cuts += record["cut"] is not None
         elif kind == "violation":
             self.violations[record["fault"]] += 1
-        else:
+        elif kind != "pages":
             raise ValueError(f"no such kind: {kind}")
 
     def as_data(self) -> dict[str, Any]:

@@ -351,6 +351,10 @@ class TraceFile:
         facts = {"request": request, "tokens": tokens, "kept": kept, "cut": cut}
         self._write("insert", time.time(), facts | {"epoch": epoch, "serial": serial})
 
+    def pages(self, when: float, facts: Mapping[str, object]) -> None:
+        """Whose the pages were; see ``occupancy``."""
+        self._write("pages", when, facts)
+
     def violation(self, violation: Violation) -> None:
         """A violation, with all its facts; it can be a ``Report``."""
         facts = {

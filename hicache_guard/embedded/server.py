@@ -36,7 +36,7 @@ _SHIM = Path(__file__).parent / "shim"
 _TOLD, _WIDTH, _GRACE = 15, 300, 0.5
 _PORTS = 20000, 32000
 #: Seconds within which a server is gone whose scheduler died.
-_DYING = 10.0
+DYING = 10.0
 
 #: Trees, and how the environment asks for them: from 0.5.21 on the unified one is the only one.
 TREES: dict[str, dict[str, str]] = {
@@ -184,7 +184,7 @@ class Server:
         """
         assert self._process is not None, "not started"
         try:
-            self._process.wait(_DYING)
+            self._process.wait(DYING)
         except subprocess.TimeoutExpired:
             return ""
         return str(self._failure("the server ended")).splitlines()[0]
