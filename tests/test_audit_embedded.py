@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -63,6 +64,10 @@ def test_a_guarded_and_patched_server_is_healthy(patched: Path, tmp_path: Path) 
     reference = next(row for row in found["scenarios"] if row["name"] == "reference")
     assert reference["largest"] < 2e-4
     assert "hicache-guard audit" in page.read_text()
+    # Whose the pages were is drawn: a flush between two scenarios gives all of them back.
+    pages = found["trace"]["ownership"]
+    assert {one["state"] for one in pages} == {"free", "live", "tree"}
+    assert {one["page"] for one in pages if one["side"] == "full"} == {*range(1, 97)}
 
 
 def test_an_old_release_is_healthy(tmp_path: Path) -> None:
@@ -104,6 +109,32 @@ def test_our_patch_mends_the_live_upstream_fault(patched: Path, tmp_path: Path) 
     )  # fmt: skip
     assert status == 0, found
     assert verdicts(found)["shared-prefix"] == "noise"
+
+
+@pytest.mark.slow
+def test_a_server_that_is_launched_is_audited_with_its_trace(tmp_path: Path) -> None:
+    """As on a node: the release's own launcher, its guard by the environment; then it is gone."""
+    fetched("0.5.23")
+    like = Server("0.5.23", page_size=16, folder=tmp_path / "like")
+    options = {name: value for name, value in like._arguments.items() if name != "port"}
+    words = []
+    for name, value in options.items():
+        flag = "--" + name.replace("_", "-")
+        words += [flag] if value is True else [] if value is False else [flag, str(value)]
+    command = [GUARD, "audit", "--json", "--keep", str(tmp_path), *SHORT, "--launch", "--", *words]
+    environment = like._environment | {"HICACHE_GUARD": "enforce"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert verdicts(found)["shared-prefix"] == "noise"
+    matches = found["trace"]["matches"]
+    assert max(match["proved"] for match in matches) > 0
+    assert {one["state"] for one in found["trace"]["ownership"]} == {"free", "live", "tree"}
+    port = found["url"].rpartition(":")[2]
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", int(port)), timeout=5)
 
 
 @pytest.mark.slow
