@@ -101,6 +101,7 @@ def test_the_program_that_is_left_shows_the_fault(tmp_path: Path) -> None:
     assert again.returncode == 1, again.stderr
 
 
+@pytest.mark.slow
 def test_our_patch_mends_the_live_upstream_fault(patched: Path, tmp_path: Path) -> None:
     """C16 again, and the same attention in the patched source."""
     status, found = audited(

@@ -82,7 +82,9 @@ pytestmark = pytest.mark.sglang
 #: Where CI has time for all of it; on the others for the drive alone.
 WHOLE = "0.5.23"
 on_each = pytest.mark.parametrize("version", programs.in_ci(WHOLE, of=TREES))
-on_others = pytest.mark.parametrize("version", [other for other in TREES if other != WHOLE])
+on_others = pytest.mark.parametrize(
+    "version", programs.in_ci("0.5.12", "0.5.18", of=[other for other in TREES if other != WHOLE])
+)
 
 
 @on_each
