@@ -26,7 +26,9 @@ _HOST_POOLS = (
     "sglang.srt.mem_cache.pool_host.common",
     "sglang.srt.mem_cache.memory_pool_host",
 )
-_SCHEDULER = ("sglang.srt.managers.scheduler",)
+_SCHEDULER = ("sglang.srt.managers.scheduler",), ("Scheduler",)
+_BATCHES = *_SCHEDULER, ("run_batch",)
+_RESULTS = *_SCHEDULER, ("process_batch_result",)
 
 Original = Callable[..., Any]
 #: Called as the method with the original before it.
@@ -138,26 +140,31 @@ def _in_batch(extend: bool, count: int) -> Callable[[], Faulty]:
 
 
 def _on_finish(act: Callable[[Any, Any, int], None], count: int) -> Callable[[], Faulty]:
-    """``act`` on the allocator, the row, and the length of the prompt of a finished request."""
+    """``act`` on the allocator, the row, and the length of the prompt of a finished request.
+
+    Right when it has finished: later its pages may be another request's, and to free those cannot
+    be told from what their owner does.
+    """
 
     def strikes() -> Faulty:
         due = Every(count)
-        rows: dict[str, tuple[Any, Any]] = {}
 
-        def run_batch(original: Original, scheduler: Any, batch: Any, *a: Any, **k: Any) -> Any:
+        def process(original: Original, scheduler: Any, batch: Any, *a: Any, **k: Any) -> Any:
             allocator = scheduler.token_to_kv_pool_allocator
-            for rid, (req, row) in list(rows.items()):
-                if req.finished():
-                    del rows[rid]
-                    length = len(req.origin_input_ids)
-                    if length > 2 * allocator.page_size and due():
-                        act(allocator, row, length)
+            table = scheduler.req_to_token_pool.req_to_token
+            rows = [
+                (req, table[req.req_pool_idx].long().clone())
+                for req in batch.reqs
+                if req.req_pool_idx is not None and not req.finished()
+            ]
             found = original(scheduler, batch, *a, **k)
-            for place, req in enumerate(batch.reqs):
-                rows[req.rid] = req, _row(scheduler, batch, place).clone()
+            for req, row in rows:
+                length = len(req.origin_input_ids)
+                if req.finished() and length > 2 * allocator.page_size and due():
+                    act(allocator, row, length)
             return found
 
-        return run_batch
+        return process
 
     return strikes
 
@@ -297,37 +304,37 @@ FAULTS = {
         ),
         Fault(
             "slid-too-far", "a page inside the window of a decoding request is freed",
-            "window eviction off by a page", _SCHEDULER, ("Scheduler",), ("run_batch",),
+            "window eviction off by a page", *_BATCHES,
             _in_batch(extend=False, count=4),
         ),
         Fault(
             "prefix-freed-early", "a page of the window of a prefix is freed before it is read",
-            "a page reused while a prefill reads it", _SCHEDULER, ("Scheduler",), ("run_batch",),
+            "a page reused while a prefill reads it", *_BATCHES,
             _in_batch(extend=True, count=3),
         ),
         Fault(
             "tail-freed", "window KV of what the tree holds is freed behind its back",
-            "pseudo-hit: the tree remembers tokens", _SCHEDULER, ("Scheduler",), ("run_batch",),
+            "pseudo-hit: the tree remembers tokens", *_RESULTS,
             _on_finish(_free_tail, 2),
         ),
         Fault(
             "shifted", "entries of the mapping point one page on", "off by one in a remapping",
-            _SCHEDULER, ("Scheduler",), ("run_batch",), _on_finish(_shift, 2),
+            *_RESULTS, _on_finish(_shift, 2),
         ),
         Fault(
             "prefix-freed", "a full page that the tree holds is freed by a finished request",
             "abort and retraction that free what is shared",
-            _SCHEDULER, ("Scheduler",), ("run_batch",),
+            *_RESULTS,
             _on_finish(_free_prefix, 3),
         ),
         Fault(
             "cleared", "entries of the mapping are emptied while the tree holds their slots",
-            "a reset of the mapping", _SCHEDULER, ("Scheduler",), ("run_batch",),
+            "a reset of the mapping", *_RESULTS,
             _on_finish(_clear, 8),
         ),
         Fault(
             "crossed", "a prefix's entries lead to the window page of another prefix",
-            "a remapping to a page that is taken", _SCHEDULER, ("Scheduler",), ("run_batch",),
+            "a remapping to a page that is taken", *_RESULTS,
             _crossing,
         ),
         Fault(
