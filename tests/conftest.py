@@ -20,6 +20,7 @@ from programs import rows_of  # noqa: E402
 #: Files that take a minute and more, the longest first: begun late, one would run alone at the end.
 LONG = (
     "test_real_tree_machine", "test_catalogue", "test_patch_cli", "test_audit_embedded",
+    "test_nodes_rehearsal",
     "test_real_engine", "test_patch_transaction", "test_core_compiled", "test_embedded",
     "test_kernels_stream", "test_kernels_translate", "test_plugin", "test_backports",
     "test_patch_releases", "test_real_pseudo_hits", "test_real_machine", "test_kernels_window",

@@ -103,7 +103,7 @@ def _healthy() -> Data:
         "0.5.23", "/models/MiMo-V2-Flash", "MiMoV2FlashForCausalLM", "bfloat16", 128, 64, 8192,
         32768, 151680, 262144, 65536, 48, "unified", "write_through", 524288, "no", "no", "no",
         False, True,
-        "fa3", "tp 1, dp 1", ("window_pool", "tree"),
+        "fa3", "no", "tp 1, dp 1", ("window_pool", "tree"),
     )  # fmt: skip
     engine = facts.rows()
     samples = [math.exp(dice.gauss(math.log(0.006), 0.5)) for _ in range(48)]

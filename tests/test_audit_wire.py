@@ -1,7 +1,7 @@
 """A server that dies, hangs, or answers nonsense on the way ends an audit with one clear line.
 
-The server is a stand-in that answers log-probabilities made of a hash of the tokens before, so a
-whole audit of it finds nothing; then it fails from some request on. What real servers answer is in
+The server is ``stand_in.Model``, of which a whole audit finds nothing; then it fails from some
+request on. What real servers answer is in
 ``test_audit_embedded``. Mutations seen to fail: no ``status_code`` check, no JSON check, time-outs
 not caught, histories of sessions not looked at, results dropped where an audit breaks off, cold
 readings that may be cached.
@@ -9,7 +9,6 @@ readings that may be cached.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import signal
 import subprocess
@@ -17,161 +16,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+from stand_in import Model
 
 from hicache_guard.audit import play
 from hicache_guard.audit.plan import Answer, Ask, Leave, Session
 from hicache_guard.audit.wire import Wire, WireError
 from hicache_guard.cli import main
 
-INFO = {
-    "version": "0.0", "model_path": "nowhere", "page_size": 4, "chunked_prefill_size": 64,
-    "max_total_num_tokens": 400, "context_length": 300, "max_running_requests": 4,
-    "dtype": "float32", "swa_full_tokens_ratio": 0.5,
-}  # fmt: skip
 
-
-def logprob(tokens: list[int]) -> float:
-    """Of the last token, after those before it."""
-    digest = hashlib.sha256(str(tokens).encode()).digest()
-    return -0.1 - digest[0] / 64
-
-
-class Model(ThreadingHTTPServer):
-    """Remembers prompts by extra key; ``fails`` from the ``after``-th generation on."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.known: dict[str, list[list[int]]] = {}
-        self.asked, self.after, self.fails = 0, 10**9, ""
-        self.flushed = 0
-        self.key: str | None = None
-        self.tells_keys_apart = True
-        #: What came before each turn of a session, by session and turn.
-        self.turns: dict[str, dict[str | None, list[int]]] = {}
-        self.opens, self.forgets = True, False
-        self.lock = threading.Lock()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        pass  # clients hang up on purpose
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: Model
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-    def _send(self, body: bytes, status: int = 200) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def _allowed(self) -> bool:
-        key = self.server.key
-        if key is None or self.headers.get("Authorization") == f"Bearer {key}":
-            return True
-        self._send(b"no", 401)
-        return False
-
-    def do_GET(self) -> None:
-        if self._allowed():
-            self._send(json.dumps(INFO).encode())
-
-    def do_POST(self) -> None:
-        wanted = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"{}")
-        if not self._allowed():
-            return
-        if self.path == "/flush_cache":
-            self.server.flushed += 1
-            self.server.known.clear()
-        if self.path == "/open_session" and self.server.opens:
-            self.server.turns[wanted["session_id"]] = {None: []}
-            self._send(json.dumps(wanted["session_id"]).encode())
-            return
-        if self.path != "/generate":
-            self._send(b"{}")
-            return
-        with self.server.lock:
-            self.server.asked += 1
-            failing = self.server.fails if self.server.asked > self.server.after else ""
-        if failing == "dies":
-            self.server.socket.close()
-            self.connection.close()
-        elif failing == "hangs":
-            time.sleep(5)
-        elif failing == "500":
-            self._send(b"Traceback (most recent call last):\n  boom", 500)
-        elif failing == "garbage":
-            self._send(b"<html>\xff\x00")
-        elif failing == "other":
-            self._send(b'{"text": "hello"}')
-        elif failing == "list":
-            self._send(b"[]")
-        elif wanted.get("stream"):
-            self._stream()
-        else:
-            self._send(json.dumps({"meta_info": self._answer(wanted)}).encode())
-
-    def _stream(self) -> None:
-        self.send_response(200)
-        self.end_headers()
-        for part in range(10):
-            self.wfile.write(b"data: " + json.dumps({"part": part}).encode() + b"\n\n")
-
-    def _answer(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        ids, count = wanted["input_ids"], wanted["sampling_params"]["max_new_tokens"]
-        turns: dict[str | None, list[int]] = {None: []}
-        if params := wanted.get("session_params"):
-            turns = self.server.turns[params["id"]]
-            if not self.server.forgets:
-                ids = turns[params.get("rid")] + ids
-        space = wanted["extra_key"] if self.server.tells_keys_apart else ""
-        known = self.server.known.setdefault(space, [])
-        cached = max((_common(ids, other) for other in known), default=0)
-        known.append(ids)
-        rows: list[list[Any]] = []
-        whole = list(ids)
-        for _ in range(count):
-            whole.append(int.from_bytes(hashlib.sha256(str(whole).encode()).digest()[:2]) % 1000)
-            rows.append([logprob(whole), whole[-1], None])
-        turns[wanted.get("rid")] = whole
-        told: list[list[Any]] = []
-        if (start := wanted["logprob_start_len"]) >= 0:
-            told = [[None, ids[start], None]]
-            told += [
-                [logprob(ids[: end + 1]), ids[end], None] for end in range(start + 1, len(ids))
-            ]
-        return {
-            "finish_reason": {"type": "length"},
-            "prompt_tokens": len(ids),
-            "cached_tokens": min(cached, len(ids) - 1) // 4 * 4,
-            "output_token_logprobs": rows,
-            "output_top_logprobs": [[row] for row in rows],
-            "input_token_logprobs": told,
-            "input_top_logprobs": [[row] if row[0] is not None else None for row in told],
-        }
-
-
-def _common(one: list[int], other: list[int]) -> int:
-    return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b),
-                min(len(one), len(other)))  # fmt: skip
-
-
-@pytest.fixture
-def model() -> Iterator[Model]:
+@contextmanager
+def serving() -> Iterator[Model]:
     server = Model()
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
@@ -179,6 +39,12 @@ def model() -> Iterator[Model]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.fixture
+def model() -> Iterator[Model]:
+    with serving() as server:
+        yield server
 
 
 @dataclass
@@ -326,6 +192,39 @@ def test_bad_input_is_one_line(
     assert done.returncode == 2, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert not done.stdout
+
+
+@pytest.fixture
+def behind(model: Model) -> Iterator[Model]:
+    """A server, and ``model`` is a router before it."""
+    with serving() as server:
+        workers = [{"url": server.url, "worker_type": "regular"}]
+        model.info = {"router_manager": True, "workers": workers}
+        yield server
+
+
+def test_servers_behind_a_router_say_what_they_are(
+    model: Model, behind: Model, audit: Command
+) -> None:
+    """The router answers; what it does not pass on goes to the servers. Mutation: ``behind``."""
+    behind.info |= {"disaggregation_mode": "prefill"}
+    done = audit("--only", "abort-in-prefill")
+    assert done.returncode == 0, done.stderr
+    engine = json.loads(done.stdout)["engine"]
+    assert (engine["page"], engine["router"]) == ("4", "1 regular")
+    assert engine["disaggregation"] == "prefill and decode"
+    assert model.asked > 100
+    assert behind.asked == 0
+    assert behind.aborted
+    assert not model.aborted
+
+
+def test_one_server_of_a_pair_is_not_audited_alone(model: Model, audit: Command) -> None:
+    model.info |= {"disaggregation_mode": "decode"}
+    done = audit()
+    assert done.returncode == 2
+    assert "give the URL of its router" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
 
 
 def test_sessions_have_the_history_that_they_were_given(model: Model, audit: Command) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from hicache_guard.core import matches
+from hicache_guard.core.bounded import rotated
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.core.faults import Fault
 from hicache_guard.core.matches import (
@@ -24,7 +25,6 @@ from hicache_guard.core.matches import (
     TraceFile,
     TraceOptions,
     read_trace,
-    rotated,
 )
 from hicache_guard.core.report import Violation
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache_guard.adapters import hooks, page_pool
+from hicache_guard.adapters import hooks, page_pool, rank_report, recording
 from hicache_guard.adapters.link import (
     ATTRIBUTE,
     AllocatorLink,
@@ -63,13 +63,15 @@ def attach(allocator: Any) -> None:
         if type(pool).__name__ not in current.page_pools:
             refuse(allocator, f"its sub-allocator {type(pool).__name__} is of an unknown layout")
             return
+    tape = recording.Tape() if recording.wanted() else None
+    listener = current.listener()
     guard = PoolGuard(
         current.mode,
         full_slots=full.size,
         window_slots=window.size,
         page_size=allocator.page_size,
         mapping=allocator.full_to_swa_index_mapping,
-        on_report=current.listener(),
+        on_report=listener if tape is None else tape.listening(listener),
     )
     link = AllocatorLink(allocator, guard, hooks.as_patched(current.release))
     vars(allocator)[ATTRIBUTE] = link
@@ -79,6 +81,9 @@ def attach(allocator: Any) -> None:
         vars(pool)[ATTRIBUTE] = pool_link
         link.pools.append(pool_link)
     link.watch()
+    if tape is not None:
+        tape.begin(link)
+    rank_report.announce(link)
 
 
 def refuse(allocator: Any, why: str) -> None:

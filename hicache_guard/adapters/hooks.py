@@ -16,7 +16,7 @@ from typing import Any
 
 import wrapt
 
-from hicache_guard.adapters import patched, state
+from hicache_guard.adapters import patched, recording, state
 from hicache_guard.adapters.link import Factory, StandIn, all_links
 from hicache_guard.adapters.releases import (
     QUEUES_RESOLVED,
@@ -412,6 +412,7 @@ def _handlers_of(seam: Seam) -> ModuleType:
 def _put_in_place(holder: Holder, seam: Seam, route: Route) -> list[str]:
     """Hook the methods of one seam, none of them twice; returns those that cannot be."""
     handlers = _handlers_of(seam)
+    recorded = seam.handlers in recording.HANDLERS and recording.wanted()
     absent = []
     for method in seam.methods:
         if is_hooked(holder, method):
@@ -422,6 +423,8 @@ def _put_in_place(holder: Holder, seam: Seam, route: Route) -> list[str]:
         handler = getattr(handlers, method)
         there = vars(holder).get(method)
         put = handler if isinstance(handler, StandIn) else _hooked(there, handler)
+        if recorded and callable(put) and method != "__init__":
+            put = recording.around(put)
         setattr(holder, method, put)
         _routes[_key(holder, method)] = route
     return absent

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,6 +22,9 @@ from hicache_guard.core.modes import Mode
 from hicache_guard.core.verdict import Vetted
 from hicache_guard.kernels.books import DeviceBooks
 from hicache_guard.kernels.stream import StreamTranslation
+
+if TYPE_CHECKING:
+    from hicache_guard.adapters.recording import Tape
 
 #: The attribute under which an SGLang object holds its link.
 ATTRIBUTE = "_hicache_guard_link"
@@ -110,6 +113,8 @@ class AllocatorLink:
         self.readers: dict[int, StreamTranslation] = {}
         #: What opens and closes short operations, where the books are compiled.
         self.steps: Steps | None = None
+        #: Writes down the calls that are made, where that was asked for.
+        self.tape: Tape | None = None
         _links.add(self)
 
     # Calls that are made at every step open and close their operation by themselves, outside strict
@@ -117,7 +122,8 @@ class AllocatorLink:
 
     def start(self, name: str) -> None:
         """Open an outermost operation; a hook calls it through one function of its module."""
-        if self.guard.begin_step(name, sys._getframe(3)):
+        frame = sys._getframe(3) if self.tape is None else caller()
+        if self.guard.begin_step(name, frame):
             return
         mapping = self.notice_unseen()
         if mapping is not None:
@@ -233,7 +239,7 @@ class Running:
             if self._settle and not guard.backlog.empty:
                 guard.backlog.settle()
             return False
-        guard.begin(self._name, _caller())
+        guard.begin(self._name, caller())
         try:
             mapping = link.notice_unseen()
             if link.strict:
@@ -403,7 +409,7 @@ def link_of(holder: Any) -> Any:
     return holder.__dict__.get(ATTRIBUTE)
 
 
-def _caller() -> FrameType:
+def caller() -> FrameType:
     """The nearest frame outside the adapters: the place in the caller's code."""
     frame: FrameType = sys._getframe(2)
     while frame.f_globals["__name__"].startswith(_ADAPTERS) and frame.f_back is not None:

@@ -46,8 +46,10 @@ def _mode() -> Mode:
         mode = Mode.from_environment()
         if mode is not Mode.OFF:
             from hicache_guard.core.matches import TraceOptions
+            from hicache_guard.core.record import RecordOptions
 
             TraceOptions.from_environment()  # one that cannot be written is said now
+            RecordOptions.from_environment()
         return mode
     except ConfigError as error:
         raise SystemExit(f"hicache-guard: {error}") from None

@@ -24,8 +24,10 @@ def load() -> None:
         if mode is Mode.OFF:
             return
         from hicache_guard.core.matches import TraceOptions
+        from hicache_guard.core.record import RecordOptions
 
         TraceOptions.from_environment()  # a trace that cannot be written is said now
+        RecordOptions.from_environment()
         from hicache_guard.adapters.hooks import install, logger
 
         try:

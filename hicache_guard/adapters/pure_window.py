@@ -12,6 +12,7 @@ from typing import Any
 from hicache_guard.adapters.allocator import refuse
 from hicache_guard.adapters.hooks import require_complete
 from hicache_guard.adapters.link import ATTRIBUTE, AllocatorLink, PoolLink
+from hicache_guard.adapters.rank_report import announce
 from hicache_guard.adapters.state import settings
 from hicache_guard.core.guard import PoolGuard
 
@@ -35,3 +36,4 @@ def __init__(original: Callable[..., Any], allocator: Any, *args: Any, **kwargs:
     link = AllocatorLink(allocator, guard, current.release)
     link.pools.append(PoolLink(link, pool, guard.window))
     vars(pool)[ATTRIBUTE] = link.pools[0]
+    announce(link)

@@ -6,6 +6,7 @@ Only what its public API tells; what that does not tell is said to be assumed.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ class Facts:
     streaming: bool
     overlap: bool
     attention: str
+    router: str
     parallel: str
     assumed: tuple[str, ...] = ()
 
@@ -108,6 +110,9 @@ def ask(wire: Wire, *, window: int | None = None, vocabulary: int | None = None)
         windowed = int(full * ratio) if isinstance(ratio, int | float) else full
     if server.get("disable_radix_cache"):
         raise UnfitError(f"{wire.url}: the server runs with --disable-radix-cache: no cache")
+    mode = str(server.get("disaggregation_mode") or "null").replace("null", "no")
+    if mode != "no" and not wire.behind:
+        raise UnfitError(f"{wire.url}: a {mode} server of a pair; give the URL of its router")
     return Facts(
         version=str(server.get("version") or "unknown"),
         model=folder or "unknown",
@@ -127,11 +132,15 @@ def ask(wire: Wire, *, window: int | None = None, vocabulary: int | None = None)
         else "no",
         host_tokens=int(full * _ratio(server)) if server.get("enable_hierarchical_cache") else 0,
         speculative=str(server.get("speculative_algorithm") or "no"),
-        disaggregation=str(server.get("disaggregation_mode") or "null").replace("null", "no"),
+        disaggregation="no" if mode == "no" else "prefill and decode",
         storage=str(server.get("hicache_storage_backend") or "no"),
         streaming=bool(server.get("enable_streaming_session")),
         overlap=not server.get("disable_overlap_schedule"),
         attention=str(server.get("attention_backend") or "unknown"),
+        router=", ".join(
+            f"{count} {role}" for role, count in Counter(one.role for one in wire.behind).items()
+        )
+        or "no",
         parallel=f"tp {server.get('tp_size', 1)}, dp {server.get('dp_size', 1)}",
         assumed=tuple(assumed),
     )

@@ -35,7 +35,8 @@ class Ask:
     ``tokens`` is how many are generated at most. ``leaves`` after so many tokens have come: 0 is
     while the prompt is computed. ``due``: how many tokens of the prompt the cache should know when
     it is asked, if nothing was evicted; 0 where that cannot be said. As a turn of a ``session`` it
-    is sent without the first ``carried`` tokens, which the session has.
+    is sent without the first ``carried`` tokens, which the session has. Only with ``logprobs`` can
+    its answer be judged.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Ask:
     after: str = ""
     session: Session | None = None
     carried: int = 0
+    logprobs: bool = True
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,9 @@ class ColdError(WireError):
     """A reading that should be cold was not."""
 
 
-def reread(wire: Wire, answer: Answer) -> Answer:
-    """A cold reading of what was answered."""
-    found = wire.reread(answer.ask.prompt, answer.output, space=space("cold"))
+def reread(wire: Wire, answer: Answer, *, rid: str = "") -> Answer:
+    """A cold reading of what was answered; ``rid`` is the name it goes by, if it needs one."""
+    found = wire.reread(answer.ask.prompt, answer.output, space=space("cold"), rid=rid)
     if found.cached:
         raise ColdError(
             f"{wire.url}: {found.cached} tokens of a part of the cache that is new were cached: "

@@ -1,20 +1,24 @@
 """A running SGLang server, by its public HTTP API and nothing else.
 
 Whatever goes wrong on the way (nobody there, a time-out, an error status, an answer that is none)
-is a ``WireError`` of one line. Only questions that change nothing are asked again.
+is a ``WireError`` of one line. Only questions that change nothing are asked again here; whether
+another may be is in the kind of the error: ``RefusedError`` or ``LostError``.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+import math
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import requests
+import urllib3
 
 from hicache_guard.audit.plan import Answer, Ask, Leave, Session
 from hicache_guard.core.errors import GuardError
@@ -25,10 +29,25 @@ TOP = 5
 TRIES, PAUSE = 3, 0.5
 #: Seconds to be connected, and those after which a session that nobody uses ends.
 CONNECT, SESSION = 5.0, 300.0
+#: Statuses of a server, or of a router before it, that takes no more requests now.
+BUSY = (429, 503)
+_NOBODY = "nobody answers, or the line was cut"
 
 
 class WireError(GuardError):
-    """The server did not answer, or not as the API says."""
+    """The server did not answer, or not as the API says; ``status`` is HTTP's, if any."""
+
+    def __init__(self, said: str, status: int | None = None) -> None:
+        super().__init__(said)
+        self.status = status
+
+
+class RefusedError(WireError):
+    """The request was never accepted: nobody was there, or there was no room."""
+
+
+class LostError(WireError):
+    """No answer came in time, or it broke off: nobody can say how far the request had come."""
 
 
 class NoSessionError(WireError):
@@ -57,23 +76,34 @@ class Wire:
             session.headers.update(self._headers)
         return session
 
-    def _send(self, method: str, path: str, **options: Any) -> requests.Response:
+    def _send(
+        self, method: str, path: str, patience: float | None = None, **options: Any
+    ) -> requests.Response:
+        patience = self.timeout if patience is None else patience
         try:
             answer = self._session().request(
-                method, self.url + path, timeout=(CONNECT, self.timeout), **options
+                method, self.url + path, timeout=(CONNECT, patience), **options
             )
-        except requests.Timeout:
-            raise WireError(f"{self.url}{path}: no answer within {self.timeout:g} s") from None
-        except (requests.ConnectionError, requests.exceptions.ChunkedEncodingError):
-            raise WireError(f"{self.url}{path}: nobody answers, or the line was cut") from None
+        except (
+            requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError,
+        ) as error:  # fmt: skip
+            kind = RefusedError if _unconnected(error) else LostError
+            late = isinstance(error, requests.Timeout)
+            why = f"no answer within {patience:g} s" if late else _NOBODY
+            raise kind(f"{self.url}{path}: {why}") from None
         except (requests.RequestException, ValueError) as error:
             raise WireError(f"{self.url}{path}: {error}") from None
         if answer.status_code in (401, 403):
             answer.close()
-            raise WireError(f"{self.url}{path}: the API key is missing or wrong (--api-key)")
+            raise WireError(
+                f"{self.url}{path}: the API key is missing or wrong (--api-key)", answer.status_code
+            )
         if answer.status_code != 200:
             said = answer.text[:200].strip().replace("\n", " ")
-            raise WireError(f"{self.url}{path}: status {answer.status_code}: {said}")
+            why = f"{self.url}{path}: status {answer.status_code}: {said}"
+            if answer.status_code in BUSY:
+                raise RefusedError(why, answer.status_code)
+            raise WireError(why, answer.status_code)
         return answer
 
     def _json(self, method: str, path: str, **options: Any) -> Any:
@@ -110,10 +140,29 @@ class Wire:
     # -- what is asked ---------------------------------------------------------------------------
 
     def server_info(self) -> dict[str, Any]:
+        """What a server says of itself; of a router, what a server behind it says."""
+        if self.behind:
+            first = min(self.behind, key=lambda worker: worker.role != "prefill")
+            return first.wire.server_info()
         return self._read("/server_info", "/get_server_info")
 
     def model_info(self) -> dict[str, Any]:
         return self._read("/model_info", "/get_model_info")
+
+    @functools.cached_property
+    def behind(self) -> tuple[Worker, ...]:
+        """The servers behind SGLang's router; none where this is a server itself."""
+        if not self._read("/server_info", "/get_server_info").get("router_manager"):
+            return ()
+        try:
+            rows = self._read("/workers")["workers"]
+            found = [(str(row["url"]), str(row["worker_type"])) for row in rows]
+        except (LookupError, TypeError):
+            raise WireError(f"{self.url}/workers: not what SGLang's router answers there") from None
+        if not found:
+            raise WireError(f"{self.url}: a router without servers")
+        key = self._headers.get("Authorization", "").removeprefix("Bearer ") or None
+        return tuple(Worker(role, Wire(url, key=key, timeout=self.timeout)) for url, role in found)
 
     def flush(self) -> None:
         """Empty the cache; a server that has requests under way is asked again."""
@@ -150,9 +199,14 @@ class Wire:
         """
         begun = time.monotonic()
         try:
-            found = self._asked(ask, request_id(ask.name, space), space)
+            return self.attempt(ask, space=space)
         except WireError as error:
-            found = Answer(ask, error=str(error))
+            return _timed(Answer(ask, error=str(error)), time.monotonic() - begun)
+
+    def attempt(self, ask: Ask, *, space: str) -> Answer:
+        """As ``generate``, but what fails is raised."""
+        begun = time.monotonic()
+        found = self._asked(ask, request_id(ask.name, space), space)
         return _timed(found, time.monotonic() - begun)
 
     def _asked(self, ask: Ask, rid: str, space: str) -> Answer:
@@ -162,9 +216,14 @@ class Wire:
         if ask.leave is Leave.ABORT and ask.leaves == 0:
             timer = threading.Timer(0.02, self.abort, [rid])
             timer.start()
-            with suppress(WireError):  # some releases answer an abort with a status
+            try:
                 self._json("POST", "/generate", json=wanted)
-            timer.join()
+            except WireError as error:
+                # Some releases answer an abort with a status.
+                if error.status is None and isinstance(error, RefusedError | LostError):
+                    raise
+            finally:
+                timer.join()
             return Answer(ask, finish="abort")
         return self._left(ask, rid, wanted)
 
@@ -172,11 +231,10 @@ class Wire:
         """Stream an answer until enough has come, and leave."""
         assert ask.leave is not None
         if ask.leaves == 0:
-            with suppress(requests.RequestException):
-                self._session().post(
-                    self.url + "/generate", json=wanted | {"stream": True}, timeout=(CONNECT, 0.03),
-                    stream=True,
-                ).close()  # fmt: skip
+            with suppress(LostError):
+                self._send(
+                    "POST", "/generate", 0.03, json=wanted | {"stream": True}, stream=True
+                ).close()
             return Answer(ask, finish="disconnect")
         with self._send("POST", "/generate", json=wanted | {"stream": True}, stream=True) as stream:
             for count, _ in enumerate(_events(stream), start=1):
@@ -187,13 +245,17 @@ class Wire:
         return Answer(ask, finish=ask.leave.value)
 
     def abort(self, rid: str) -> None:
-        """End a request; that it is over already is no fault."""
-        with suppress(WireError):
-            self._send("POST", "/abort_request", json={"rid": rid})
+        """End a request; that it is over already is no fault. A router does not pass it on."""
+        for wire in [worker.wire for worker in self.behind] or [self]:
+            with suppress(WireError):
+                wire._send("POST", "/abort_request", json={"rid": rid})
 
-    def reread(self, prompt: Sequence[int], output: Sequence[int], *, space: str) -> Answer:
+    def reread(
+        self, prompt: Sequence[int], output: Sequence[int], *, space: str, rid: str = ""
+    ) -> Answer:
         """What the server makes of given tokens after a prompt, computed as one prompt."""
         wanted = _wanted(Ask("reread", (*prompt, *output), 1), space, len(prompt) - 1)
+        wanted |= {"rid": rid} if rid else {}
         begun = time.monotonic()
         meta = _meta(self._json("POST", "/generate", json=wanted), self.url)
         try:
@@ -217,20 +279,28 @@ class Wire:
         return _timed(found, time.monotonic() - begun)
 
 
+@dataclass(frozen=True)
+class Worker:
+    """A server behind a router; its ``role`` is prefill, decode or regular."""
+
+    role: str
+    wire: Wire
+
+
 def _wanted(ask: Ask, space: str, start: int = -1) -> dict[str, Any]:
     """The body of a request; log-probabilities of the prompt are told from ``start`` on."""
-    return _turn(ask, space) | {
+    wanted = _turn(ask, space) | {
         "input_ids": list(ask.prompt[ask.carried :]),
         "sampling_params": {
             "temperature": ask.temperature,
             "max_new_tokens": ask.tokens,
             "ignore_eos": ask.ignore_eos,
         },
-        "return_logprob": True,
-        "logprob_start_len": start,
-        "top_logprobs_num": TOP,
         "extra_key": space,
     }
+    if ask.logprobs:
+        wanted |= {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": TOP}
+    return wanted
 
 
 def session_id(session: Session, space: str) -> str:
@@ -263,7 +333,16 @@ def _events(stream: requests.Response) -> Iterator[Any]:
             if line.startswith(b"data: ") and line != b"data: [DONE]":
                 yield json.loads(line[6:])
     except (requests.RequestException, ValueError) as error:
-        raise WireError(f"a streamed answer broke off: {error}") from None
+        raise LostError(f"a streamed answer broke off: {error}") from None
+
+
+def _unconnected(error: requests.RequestException) -> bool:
+    """Whether there was no connection yet, so that nothing can have been sent."""
+    told = error.args[0] if error.args else None
+    return isinstance(
+        getattr(told, "reason", None),
+        urllib3.exceptions.NewConnectionError | urllib3.exceptions.ConnectTimeoutError,
+    )
 
 
 def _top(row: Any) -> dict[int, float]:
@@ -281,7 +360,10 @@ def _answer(ask: Ask, found: Any, url: str) -> Answer:
     meta = _meta(found, url)
     try:
         reason = meta["finish_reason"]["type"]
-        rows = meta["output_token_logprobs"]
+        if ask.logprobs:
+            rows = meta["output_token_logprobs"]
+        else:
+            rows = [(math.nan, token) for token in found["output_ids"]]
         details = meta.get("cached_tokens_details") or {}
         answer = Answer(
             ask,

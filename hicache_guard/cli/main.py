@@ -13,12 +13,15 @@ from hicache_guard import __version__
 from hicache_guard.cli import (
     audit,
     bench,
+    churn,
     dashboard,
     demo,
     doctor,
     embedded,
+    nodes,
     patch,
     releases,
+    replay,
     repro,
     trace,
 )
@@ -37,7 +40,10 @@ app.add_typer(releases.app, name="releases")
 app.add_typer(bench.app, name="bench")
 app.add_typer(patch.app, name="patch")
 app.add_typer(embedded.app, name="embedded")
+app.add_typer(nodes.app, name="nodes")
 app.command("audit", context_settings={"allow_extra_args": True})(audit.audit)
+app.command("replay")(replay.replay)
+app.command("churn")(churn.churn)
 app.command("repro")(repro.repro)
 app.command("demo")(demo.demo)
 app.command("doctor")(doctor.doctor)

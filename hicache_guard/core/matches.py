@@ -2,33 +2,34 @@
 
 A match that is proved whole costs a few integer additions and nothing else (``MatchTally.proved``).
 The facts of one match, a ``MatchRecord``, are put together only where it is clipped or a trace is
-written. A trace is lines of JSON, bounded in bytes, readable up to the last line after any crash;
-writing it can fail, and then tracing stops and the server goes on.
+written. A trace is lines of JSON in a ``BoundedFile``.
 """
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import json
-import logging
 import os
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
+from hicache_guard.core.bounded import (
+    BoundedFile,
+    asked_for,
+    begins_with,
+    reading,
+    require_place,
+    rotated,
+)
 from hicache_guard.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from hicache_guard.core.compiled import Look
     from hicache_guard.core.report import Violation
-
-logger = logging.getLogger("hicache_guard")
 
 TRACE_VAR = "HICACHE_GUARD_TRACE"
 BYTES_VAR = "HICACHE_GUARD_TRACE_BYTES"
@@ -41,7 +42,6 @@ FORMAT = 1
 _PID = "{pid}"
 #: How every trace begins, with a digit after it.
 _BEGINNING = b'{"v":'
-_HEAD = len(_BEGINNING)
 
 #: Why a match is clipped, as machine words, and what each means. A word is a label of a metric, so
 #: there are few; what is special to one match follows it in ``MatchRecord.clip``, after a colon.
@@ -251,18 +251,11 @@ class TraceOptions:
         Opens nothing, so that every process can look whether they make sense. Raises ConfigError
         where they do not.
         """
-        text = os.environ.get(BYTES_VAR, "").strip()
-        if text and (not (text.isascii() and text.isdigit()) or int(text) < MIN_BYTES):
-            raise ConfigError(f"{BYTES_VAR}={text!r} is not a number of bytes from {MIN_BYTES} on")
-        path = os.environ.get(TRACE_VAR, "").strip()
-        if not path:
+        asked = asked_for(TRACE_VAR, BYTES_VAR, DEFAULT_BYTES, MIN_BYTES)
+        if asked is None:
             return None
-        options = cls(path, int(text) if text else DEFAULT_BYTES)
-        place = options.place
-        if place.is_dir():
-            raise ConfigError(f"{TRACE_VAR}={path!r} is a folder; name a file in it")
-        if not place.parent.is_dir():
-            raise ConfigError(f"{TRACE_VAR}={path!r}: there is no folder {str(place.parent)!r}")
+        options = cls(*asked)
+        require_place(options.place, TRACE_VAR, options.path)
         return options
 
     @property
@@ -271,42 +264,19 @@ class TraceOptions:
         return Path(os.path.expanduser(self.path.replace(_PID, str(os.getpid()))))
 
 
-class TraceFile:
-    """Appends to one trace, at most ``max_bytes`` of it, and as much again in ``<path>.1``.
-
-    Each line is one object with "v" (the format), "kind", "time" and the facts. It is written with
-    one system call, so that nothing but the last line can be torn, and only by a crash. A path that
-    another process writes to gets ``.pid<its id>`` added. Nothing raises but the constructor: after
-    an error one line is logged, tracing stops, and ``dropped`` counts what was not written.
-    """
+class TraceFile(BoundedFile):
+    """A trace: each line is one object with "v" (the format), "kind", "time" and the facts."""
 
     def __init__(self, path: str | Path, max_bytes: int = DEFAULT_BYTES) -> None:
         """Raises ConfigError where the file cannot be written or is something else than a trace."""
-        self.path = TraceOptions(str(path)).place
-        self.max_bytes = max_bytes
-        self.dropped = 0
-        self._file = -1
-        self._size = 0
-        # HiCache moves pages in threads of its own.
-        self._lock = threading.Lock()
-        try:
-            if not self._open():
-                self.path = self.path.with_name(f"{self.path.name}.pid{os.getpid()}")
-                if not self._open():
-                    raise ConfigError(f"{str(self.path)!r} is being written already")
-        except OSError as error:
-            raise ConfigError(f"cannot write a trace to {str(self.path)!r}: {error}") from None
+        place = TraceOptions(str(path)).place
+        super().__init__(place, max_bytes, beginning=_BEGINNING, what="trace", doing="tracing")
 
     @classmethod
     def from_environment(cls) -> TraceFile | None:
         """The trace that the environment asks for, opened; see ``TraceOptions``."""
         options = TraceOptions.from_environment()
         return None if options is None else cls(options.path, options.max_bytes)
-
-    @property
-    def stopped(self) -> bool:
-        """Whether records are no longer written."""
-        return self._file < 0
 
     def match(self, record: MatchRecord) -> None:
         """One match, proved whole or clipped."""
@@ -372,98 +342,21 @@ class TraceFile:
         }
         self._write("violation", time.time(), facts)
 
-    def close(self) -> None:
-        """Stop; what comes after is dropped."""
-        with self._lock:
-            if self._file >= 0:
-                os.close(self._file)
-                self._file = -1
-
-    def _open(self) -> bool:
-        """Open ``path`` to append to; whether it is free. What is there must be a trace."""
-        file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            if not _lock(file):
-                os.close(file)
-                return False
-            size = os.fstat(file).st_size
-            if not _begins_a_trace(os.pread(file, _HEAD, 0)):
-                raise ConfigError(f"{str(self.path)!r} is not a trace; name another file")
-            if size and os.pread(file, 1, size - 1) != b"\n":
-                size += os.write(file, b"\n")  # behind the torn line of a crash
-        except BaseException:
-            os.close(file)
-            raise
-        self._file, self._size = file, size
-        return True
-
     def _write(self, kind: str, when: float, facts: Mapping[str, object]) -> None:
         try:
             head = {"v": FORMAT, "kind": kind, "time": round(when, 6)}
             text = json.dumps({**head, **facts}, separators=(",", ":"), default=str)
             line = text.encode() + b"\n"
         except Exception:  # facts that are no data; the next record may be
-            self._drop(f"a record of kind {kind!r} cannot be written as JSON")
+            self.drop(f"a record of kind {kind!r} cannot be written as JSON")
             return
-        with self._lock:
-            if self._file < 0:
-                self.dropped += 1
-                return
-            if len(line) > self.max_bytes:
-                self._drop(f"a record of {len(line)} bytes is more than the whole bound")
-                return
-            try:
-                if self._size + len(line) > self.max_bytes:
-                    self._rotate()
-                written = os.write(self._file, line)
-                if written < len(line):
-                    raise OSError("the disk is full")
-                self._size += written
-            except (OSError, ConfigError) as error:
-                if self._file >= 0:
-                    os.close(self._file)
-                    self._file = -1
-                self.dropped += 1
-                logger.error("trace %s: %s; tracing stops", self.path, error)
-
-    def _rotate(self) -> None:
-        os.close(self._file)
-        self._file = -1
-        self.path.replace(rotated(self.path))
-        if not self._open():
-            raise OSError("another process writes to it")
-
-    def _drop(self, why: str) -> None:
-        if not self.dropped:
-            logger.error("trace %s: %s", self.path, why)
-        self.dropped += 1
+        self.write(line)
 
 
 @functools.cache
 def process_trace() -> TraceFile | None:
     """The trace of this process, opened at the first call; see ``TraceFile.from_environment``."""
     return TraceFile.from_environment()
-
-
-def _lock(file: int) -> bool:
-    """Whether this file is ours alone to write to."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        pass  # a file system without locks
-    return True
-
-
-def rotated(path: Path) -> Path:
-    """Where the older half of a trace lies."""
-    return path.with_name(path.name + ".1")
-
-
-def _begins_a_trace(start: bytes) -> bool:
-    """Whether the first bytes of a file are ours; a process can die in its very first line."""
-    return start == _BEGINNING[: len(start)]
 
 
 class Trace:
@@ -476,14 +369,14 @@ class Trace:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.unreadable = 0
-        with _reading(path) as lines:
-            if not _begins_a_trace(lines.read(_HEAD)):
+        with reading(path) as lines:
+            if not begins_with(lines.read(len(_BEGINNING)), _BEGINNING):
                 raise ConfigError(f"{str(path)!r} is not a trace")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         older = rotated(self.path)
         for path in (older, self.path) if older.is_file() else (self.path,):
-            with _reading(path) as lines:
+            with reading(path) as lines:
                 for line in lines:
                     record = self._parse(line)
                     if record is not None:
@@ -501,15 +394,6 @@ class Trace:
                 f"{str(self.path)!r} is a trace of format {version!r}; this reads {FORMAT}"
             )
         return dict(record)
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[IO[bytes]]:
-    try:
-        with path.open("rb") as lines:
-            yield lines
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror}") from None
 
 
 def read_trace(path: str | Path) -> Trace:

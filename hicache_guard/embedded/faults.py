@@ -28,7 +28,7 @@ _HOST_POOLS = (
 )
 _SCHEDULER = ("sglang.srt.managers.scheduler",), ("Scheduler",)
 _BATCHES = *_SCHEDULER, ("run_batch",)
-_RESULTS = *_SCHEDULER, ("process_batch_result",)
+_RESULTS = *_SCHEDULER, ("run_batch", "process_batch_result")
 
 Original = Callable[..., Any]
 #: Called as the method with the original before it.
@@ -148,23 +148,24 @@ def _on_finish(act: Callable[[Any, Any, int], None], count: int) -> Callable[[],
 
     def strikes() -> Faulty:
         due = Every(count)
+        rows: dict[str, tuple[Any, Any]] = {}
 
-        def process(original: Original, scheduler: Any, batch: Any, *a: Any, **k: Any) -> Any:
-            allocator = scheduler.token_to_kv_pool_allocator
-            table = scheduler.req_to_token_pool.req_to_token
-            rows = [
-                (req, table[req.req_pool_idx].long().clone())
-                for req in batch.reqs
-                if req.req_pool_idx is not None and not req.finished()
-            ]
+        def served(original: Original, scheduler: Any, batch: Any, *a: Any, **k: Any) -> Any:
             found = original(scheduler, batch, *a, **k)
-            for req, row in rows:
-                length = len(req.origin_input_ids)
-                if req.finished() and length > 2 * allocator.page_size and due():
-                    act(allocator, row, length)
+            allocator = scheduler.token_to_kv_pool_allocator
+            if original.__name__ == "run_batch":
+                for place, req in enumerate(batch.reqs):
+                    rows[req.rid] = req, _row(scheduler, batch, place).clone()
+                return found
+            for rid, (req, row) in list(rows.items()):
+                if req.finished():
+                    del rows[rid]
+                    length = len(req.origin_input_ids)
+                    if length > 2 * allocator.page_size and due():
+                        act(allocator, row, length)
             return found
 
-        return process
+        return served
 
     return strikes
 

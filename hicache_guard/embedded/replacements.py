@@ -22,6 +22,8 @@ from typing import Any
 
 import wrapt
 
+from hicache_guard.embedded import transfer
+
 #: Say in the environment which of ``ATTENTION``, and which module of models, is asked for.
 ATTENTION_VAR, MODELS_VAR = "HICACHE_EMBEDDED_ATTENTION", "HICACHE_EMBEDDED_MODELS"
 
@@ -55,13 +57,14 @@ class Replacement:
 # -- processes and imports -----------------------------------------------------------------------
 
 KERNELS = ("sgl_kernel", "sgl_kernel.kvcacheio")
+MOONCAKE = ("mooncake", "mooncake.engine")
 
 
 class Empty(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a module with nothing in it under each name of ``KERNELS``."""
+    """Finds a module with nothing in it under each name of ``KERNELS`` and ``MOONCAKE``."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in KERNELS:
+        if name not in KERNELS + MOONCAKE:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
@@ -350,6 +353,15 @@ def _host_copies(module: Any) -> None:
     vars(module).update(_COPIES)
 
 
+#: Where what is kept free of host pools is written down.
+_HOST_RESERVE = ("sglang.srt.mem_cache.pool_host.base", "sglang.srt.mem_cache.memory_pool_host")
+
+
+def _host_reserve(module: Any) -> None:
+    if hasattr(module, "HICACHE_HOST_MEMORY_RESERVE_BYTES"):
+        module.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
+
+
 def _host_memory(module: Any) -> None:
     if not hasattr(module, "alloc_with_host_register"):
         return
@@ -370,6 +382,36 @@ class _Unpinned(wrapt.ObjectProxy[Any]):
 
 def unpinned(module: Any) -> None:
     module.torch = _Unpinned(module.torch)
+
+
+# -- prefill/decode disaggregation ---------------------------------------------------------------
+
+
+def _transfer_engine(module: Any) -> None:
+    module.TransferEngine = transfer.TransferEngine
+
+
+class _DoneEvent:
+    """An event of a stream on which all was done when it was asked for."""
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class _NoStreams(wrapt.ObjectProxy[Any]):
+    """``torch`` for a module that pins memory, and waits for streams, without asking."""
+
+    cuda = types.SimpleNamespace(Event=_DoneEvent, current_stream=lambda: None)
+
+    def empty(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return self.__wrapped__.empty(*args, **kwargs)
+
+
+def _no_streams(module: Any) -> None:
+    module.torch = _NoStreams(module.torch)
 
 
 TABLE = (
@@ -432,6 +474,14 @@ TABLE = (
         make=_host_memory,
     ),
     Replacement(
+        "host reserve",
+        "HICACHE_HOST_MEMORY_RESERVE_BYTES, of host pools: 0",
+        "a pool of a few MB is refused where less than 10 GB of memory are free",
+        when="HiCache",
+        modules=_HOST_RESERVE,
+        make=_host_reserve,
+    ),
+    Replacement(
         "host copies",
         "transfer_kv_…, of host pools, in torch",
         "they are sgl_kernel's; those of hicache_io_backend=direct are done",
@@ -446,6 +496,23 @@ TABLE = (
         when="0.5.12 and its post-release, where log-probabilities of a prompt are asked for",
         modules=("sglang.srt.layers.logits_processor",),
         make=unpinned,
+    ),
+    Replacement(
+        "transfer engine",
+        "mooncake.engine.TransferEngine: bytes go to a peer on this machine over TCP",
+        "Mooncake's wheels need RDMA's libraries, and what is sent should be at hand in a test",
+        when="prefill/decode disaggregation",
+        modules=("mooncake.engine",),
+        make=_transfer_engine,
+        environment={"SGLANG_HOST_IP": "127.0.0.1"},
+    ),
+    Replacement(
+        "prefill unpinned",
+        "torch.empty, torch.cuda.Event and current_stream, of the scheduler of prefill",
+        "it pins memory, and has transfers wait for CUDA, without asking whether there is a device",
+        when="prefill/decode disaggregation; an event has happened, as all is done at once",
+        modules=("sglang.srt.disaggregation.prefill",),
+        make=_no_streams,
     ),
     Replacement(
         "Triton attention",

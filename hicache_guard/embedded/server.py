@@ -45,10 +45,12 @@ TREES: dict[str, dict[str, str]] = {
 }
 #: When HiCache writes to the host.
 HICACHE = ("write_through", "write_through_selective", "write_back")
+#: Halves of a server whose prefill and decode are disaggregated.
+ROLES = ("prefill", "decode")
 
 
-#: How Python ends what it says of an error.
-_ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b")
+#: How Python ends what it says of an error, and how we begin.
+_ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b|hicache-guard: ")
 
 
 class ServerError(GuardError):
@@ -74,16 +76,25 @@ class Server:
         tree: str = "default",
         overlap: bool = True,
         guard: str = "off",
+        role: str | None = None,
+        port: int | None = None,
+        bootstrap: int | None = None,
         arguments: Mapping[str, Any] | None = None,
         environment: Mapping[str, str] | None = None,
         folder: Path | None = None,
         patience: float = 120.0,
     ) -> None:
-        """``arguments`` are more of ``ServerArgs``, ``folder`` is for the model and the log."""
+        """``arguments`` are more of ``ServerArgs``, ``folder`` is for the model and the log.
+
+        ``role`` is one of ``ROLES``, or both in one. ``port``, and ``bootstrap`` where decode
+        servers meet one for prefill, are free ones unless told.
+        """
         _one_of("attention", attention, ATTENTION)
         _one_of("tree", tree, TREES)
         if hicache is not None:
             _one_of("hicache", hicache, HICACHE)
+        if role is not None:
+            _one_of("role", role, ROLES)
         mode = Mode.parse(guard)
         self._tree = release if isinstance(release, Path) else checkouts.require(release)
         self._patience = patience
@@ -91,7 +102,8 @@ class Server:
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log = self.folder / "server.log"
         self.model = _written(model, self.folder / "model")
-        self.port = free_port()
+        self.port = port or free_port()
+        self.bootstrap = (bootstrap or free_port()) if role == "prefill" else None
         self.url = f"http://127.0.0.1:{self.port}"
         self._environment = checkouts.environment(self._tree) | {
             "PYTHONPATH": f"{_SHIM}:{self._tree}",
@@ -124,6 +136,7 @@ class Server:
             "sleep_on_idle": True,
             **({} if swa_ratio is None else {"swa_full_tokens_ratio": swa_ratio}),
             **({} if hicache is None else _hicache(hicache, hicache_ratio, hicache_size)),
+            **({} if role is None else _disaggregated(role, self.bootstrap)),
             **(arguments or {}),
         }
         self._process: subprocess.Popen[bytes] | None = None
@@ -167,9 +180,15 @@ class Server:
 
     def _failure(self, what: str) -> ServerError:
         """One line with the last error of the log, and then the end of the log."""
-        lines = [line[:_WIDTH] for line in self.log.read_text(errors="replace").splitlines()]
-        errors = [line for line in lines if _ERROR.match(line)] or ["no error is told"]
-        return ServerError("\n".join([f"{what}, see {self.log}: {errors[-1]}", *lines[-_TOLD:]]))
+        said = f"{what}, see {self.log}: {self.last_error() or 'no error is told'}"
+        return ServerError("\n".join([said, *self._lines()[-_TOLD:]]))
+
+    def _lines(self) -> list[str]:
+        return [line[:_WIDTH] for line in self.log.read_text(errors="replace").splitlines()]
+
+    def last_error(self) -> str:
+        """The last error that its log tells, in one line; nothing where it tells none."""
+        return next((line for line in reversed(self._lines()) if _ERROR.match(line)), "")
 
     def wait(self) -> None:
         """Until it ends by itself: raises ServerError with the end of the log."""
@@ -209,6 +228,12 @@ class Server:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
+
+    @property
+    def status(self) -> int | None:
+        """The exit status of a started server, or None while it runs."""
+        assert self._process is not None, "not started"
+        return self._process.poll()
 
     @property
     def group(self) -> int:
@@ -263,6 +288,14 @@ def _hicache(policy: str, ratio: float, size: int) -> dict[str, Any]:
         "hicache_ratio": ratio,
         "hicache_size": size,
         "hicache_io_backend": "direct",
+    }
+
+
+def _disaggregated(role: str, bootstrap: int | None) -> dict[str, Any]:
+    return {
+        "disaggregation_mode": role,
+        "disaggregation_transfer_backend": "mooncake",
+        **({} if bootstrap is None else {"disaggregation_bootstrap_port": bootstrap}),
     }
 
 
