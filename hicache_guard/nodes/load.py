@@ -135,7 +135,8 @@ class Client:
             threading.Thread(target=wires[url].abort, args=(rid,), daemon=True).start()
         limit = time.monotonic() + GRACE
         for worker in workers:
-            worker.join(max(0.0, limit - time.monotonic()))
+            if worker.ident is not None:  # interrupted before it was started
+                worker.join(max(0.0, limit - time.monotonic()))
         try:
             for rid in self.ledger.under_way():
                 self.ledger.close(rid, "lost", error=f"left: {self.broken}", again=True)
