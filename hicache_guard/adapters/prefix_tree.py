@@ -22,7 +22,7 @@ import torch
 
 from hicache_guard.adapters import hooks, tree_locks, tree_params
 from hicache_guard.adapters.host_copies import HostTier
-from hicache_guard.adapters.link import AllocatorLink, Factory, link_of
+from hicache_guard.adapters.link import AllocatorLink, Factory, in_free_group, link_of
 from hicache_guard.adapters.recorder import length_of, request_of
 from hicache_guard.adapters.tree_link import ATTRIBUTE, TreeLink, clip, component
 from hicache_guard.core.journal import acting_for
@@ -78,12 +78,39 @@ def _evict(original: Method) -> Method:
         book = tree.__dict__.get(ATTRIBUTE)
         if book is None:
             return original(tree, *args, **kwargs)
+        # What was freed behind the tree's back does not come a second time.
+        lacking = book.clips and book.guard.trees_suspect and len(args) == 1 and not kwargs
+        before = book.room() if lacking else None
         with book.guard.tree_working():
             result = original(tree, *args, **kwargs)
         book.record.evicted(result)
+        if before is not None:
+            _evict_more(original, tree, book, args[0], before)
         return result
 
     return hooked
+
+
+def _evict_more(
+    original: Method, tree: Any, book: TreeLink, params: Any, before: tuple[int, int]
+) -> None:
+    """Evict on until as much has come as was asked for, or there is nothing left.
+
+    A scheduler counts on it: what it is short of then ends a server.
+    """
+    while not in_free_group(book.link.allocator()):
+        came = [now - then for now, then in zip(book.room(), before, strict=True)]
+        full = max(0, params.num_tokens - came[0])
+        window = max(0, params.swa_num_tokens - came[1])
+        if not full and not window:
+            return
+        with book.guard.tree_working():
+            result = original(
+                tree, dataclasses.replace(params, num_tokens=full, swa_num_tokens=window)
+            )
+        book.record.evicted(result)
+        if not result.num_tokens_evicted and not result.swa_num_tokens_evicted:
+            return
 
 
 evict = Factory(_evict)

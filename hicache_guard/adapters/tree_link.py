@@ -94,6 +94,12 @@ class TreeLink:
             self.need, self.value_of, self.full, self.tails,
         )  # fmt: skip
 
+    def room(self) -> tuple[int, int]:
+        """Slots that are free in the full and in the window pool."""
+        allocator: Any = self.link.allocator()
+        pools = allocator.full_attn_allocator, allocator.swa_attn_allocator
+        return int(pools[0].available_size()), int(pools[1].available_size())
+
     def judged(self, name: str, request: str | None, check: Callable[[], Any]) -> Any:
         """As ``AllocatorLink.judged``; else on behalf of the request whose method runs."""
         return self.link.judged(name, request or self.request, check)
