@@ -219,6 +219,21 @@ def test_servers_behind_a_router_say_what_they_are(
     assert not model.aborted
 
 
+@pytest.mark.parametrize("role", ["regular", "prefill"])
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.12.post1", "0.5.13"])
+def test_a_prefill_server_is_not_asked_for_what_it_dies_of(
+    model: Model, behind: Model, role: str, version: str
+) -> None:
+    """SGLang #26286. Mutation: without ``Wire.top`` the old pair is asked for five, too."""
+    behind.info |= {"version": version}
+    model.info["workers"][0]["worker_type"] = role
+    wire = Wire(model.url, timeout=5)
+    answer = wire.attempt(Ask("one", (1, 2, 3), 4), space="here")
+    wire.reread(answer.ask.prompt, answer.output, space="there")
+    dies = role == "prefill" and version != "0.5.13"
+    assert [body.get("top_logprobs_num", 0) for body in model.heard] == [0 if dies else 5] * 2
+
+
 def test_one_server_of_a_pair_is_not_audited_alone(model: Model, audit: Command) -> None:
     model.info |= {"disaggregation_mode": "decode"}
     done = audit()

@@ -363,10 +363,7 @@ def test_prefill_and_decode_are_rehearsed(release: str, tmp_path: Path) -> None:
 
 @pytest.mark.sglang
 @pytest.mark.slow
-def test_a_fault_of_a_release_is_named(tmp_path: Path) -> None:
+def test_an_old_pair_is_not_asked_for_what_it_dies_of(tmp_path: Path) -> None:
     """#26286: up to 0.5.12.post1 a prefill server dies of a request for top log-probabilities."""
     status, data = commanded("0.5.12", tmp_path)
-    assert (status, data["verdict"]) == (1, "fault")
-    assert data["culprit"]["name"] == "1p1d/prefill0"
-    assert "died (status -9)" in data["culprit"]["what"]
-    assert "Boolean value of Tensor with more than one value" in data["culprit"]["what"]
+    assert (status, data["verdict"]) == (0, "healthy"), data

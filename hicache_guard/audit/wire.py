@@ -25,6 +25,8 @@ from hicache_guard.core.errors import GuardError
 
 #: Likeliest tokens asked for at each position.
 TOP = 5
+#: Releases whose prefill server dies of being asked for them: SGLang #26286.
+DIES_OF_TOP = ("0.5.12", "0.5.12.post1")
 #: How often a question that changes nothing is asked, and the seconds between.
 TRIES, PAUSE = 3, 0.5
 #: Seconds to be connected, and those after which a session that nobody uses ends.
@@ -209,8 +211,22 @@ class Wire:
         found = self._asked(ask, request_id(ask.name, space), space)
         return _timed(found, time.monotonic() - begun)
 
+    @functools.cached_property
+    def top(self) -> int:
+        """How many likeliest tokens may be asked for at each position."""
+        split = any(worker.role == "prefill" for worker in self.behind)
+        return 0 if split and self.server_info().get("version") in DIES_OF_TOP else TOP
+
+    def _wanted(self, ask: Ask, space: str, start: int = -1) -> dict[str, Any]:
+        """The body of a request; log-probabilities of the prompt are told from ``start`` on."""
+        wanted = _body(ask, space)
+        if ask.logprobs:
+            wanted |= {"return_logprob": True, "logprob_start_len": start}
+            wanted |= {"top_logprobs_num": self.top} if self.top else {}
+        return wanted
+
     def _asked(self, ask: Ask, rid: str, space: str) -> Answer:
-        wanted = _wanted(ask, space) | {"rid": rid}
+        wanted = self._wanted(ask, space) | {"rid": rid}
         if ask.leave is None:
             return _answer(ask, self._json("POST", "/generate", json=wanted), self.url)
         if ask.leave is Leave.ABORT and ask.leaves == 0:
@@ -254,13 +270,13 @@ class Wire:
         self, prompt: Sequence[int], output: Sequence[int], *, space: str, rid: str = ""
     ) -> Answer:
         """What the server makes of given tokens after a prompt, computed as one prompt."""
-        wanted = _wanted(Ask("reread", (*prompt, *output), 1), space, len(prompt) - 1)
+        wanted = self._wanted(Ask("reread", (*prompt, *output), 1), space, len(prompt) - 1)
         wanted |= {"rid": rid} if rid else {}
         begun = time.monotonic()
         meta = _meta(self._json("POST", "/generate", json=wanted), self.url)
         try:
             rows = meta["input_token_logprobs"][-len(output) :]
-            tops = meta["input_top_logprobs"][-len(output) :]
+            tops = meta["input_top_logprobs"][-len(output) :] if self.top else ()
             # A release takes the last token of a vocabulary for padding, and tells of token 0.
             unread = tuple(place for place, row in enumerate(rows) if int(row[1]) != output[place])
             if len(rows) != len(output) or 2 * len(unread) > len(output) + 1:
@@ -287,9 +303,9 @@ class Worker:
     wire: Wire
 
 
-def _wanted(ask: Ask, space: str, start: int = -1) -> dict[str, Any]:
-    """The body of a request; log-probabilities of the prompt are told from ``start`` on."""
-    wanted = _turn(ask, space) | {
+def _body(ask: Ask, space: str) -> dict[str, Any]:
+    """The body of a request, without what it is to tell of log-probabilities."""
+    return _turn(ask, space) | {
         "input_ids": list(ask.prompt[ask.carried :]),
         "sampling_params": {
             "temperature": ask.temperature,
@@ -298,9 +314,6 @@ def _wanted(ask: Ask, space: str, start: int = -1) -> dict[str, Any]:
         },
         "extra_key": space,
     }
-    if ask.logprobs:
-        wanted |= {"return_logprob": True, "logprob_start_len": start, "top_logprobs_num": TOP}
-    return wanted
 
 
 def session_id(session: Session, space: str) -> str:
