@@ -12,9 +12,10 @@ import contextlib
 import enum
 import functools
 import stat
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar, TypeVarTuple
 
 from hicache_guard import checkouts
 from hicache_guard.core.errors import ConfigError
@@ -28,6 +29,8 @@ from hicache_guard.patches.transaction import Change
 
 #: What some editors put before the first line; Python takes it in a file, ``ast`` not in a text.
 _BYTE_ORDER_MARK = "\ufeff"
+_T = TypeVar("_T")
+_Asked = TypeVarTuple("_Asked")
 
 
 class State(enum.Enum):
@@ -94,12 +97,27 @@ def _edited(text: str, edit: Edit, symbol: str, patch: str, undo: bool) -> str:
     return (edit.undo if undo else edit.apply)(text, symbol, patch)
 
 
+def _kept(method: Callable[[Tree, *_Asked], _T]) -> Callable[[Tree, *_Asked], _T]:
+    """As ``functools.cache``, but the answers go with the tree: they hold its syntax trees."""
+
+    @functools.wraps(method)
+    def asked(tree: Tree, *args: *_Asked) -> _T:
+        key = (method.__name__, *args)
+        if key not in tree.answers:
+            tree.answers[key] = method(tree, *args)
+        found: _T = tree.answers[key]
+        return found
+
+    return asked
+
+
 class Tree:
     """One tree and what is read of it; each file is read once."""
 
     def __init__(self, layout: Layout, patches: tuple[Patch, ...] = catalogue.PATCHES) -> None:
         self.layout = layout
         self.patches = patches
+        self.answers: dict[tuple[object, ...], Any] = {}
 
     def text(self, module: str) -> str | None:
         """A module's source as it is, but for a byte order mark; None where there is none."""
@@ -112,7 +130,7 @@ class Tree:
         mark = _BYTE_ORDER_MARK if raw.startswith(_BYTE_ORDER_MARK) else ""
         return (mark + self.compose(module, names)).encode()
 
-    @functools.cache  # noqa: B019 - a tree lives for one command
+    @_kept
     def _raw(self, module: str) -> str | None:
         file = self.layout.file_of(module)
         try:
@@ -128,7 +146,7 @@ class Tree:
         except UnicodeDecodeError:
             raise ConfigError(f"{file} is not UTF-8; it is not touched") from None
 
-    @functools.cache  # noqa: B019
+    @_kept
     def base(self, module: str) -> str:
         """A module's source with our patches taken out. Raises Misfit where one cannot be."""
         text = self.text(module)
@@ -155,7 +173,7 @@ class Tree:
         ]
         return self._compose(module, tuple(concern))
 
-    @functools.cache  # noqa: B019
+    @_kept
     def _compose(self, module: str, chosen: tuple[Patch, ...]) -> str:
         text = base = self.base(module)
         for patch in chosen:
@@ -185,7 +203,7 @@ class Tree:
             )
         return where[0]
 
-    @functools.cache  # noqa: B019
+    @_kept
     def _where(self, symbol: str) -> list[str]:
         return [
             module
@@ -198,7 +216,7 @@ class Tree:
         """What messages and patches call a module's file."""
         return self.layout.name(self.layout.file_of(module))
 
-    @functools.cache  # noqa: B019
+    @_kept
     def _symbols(self, module: str, text: str) -> tuple[tuple[str, ast.AST], ...]:
         try:
             return tuple(symbols(ast.parse(text)))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import gc
 import re
 import resource
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -298,6 +300,16 @@ def test_mutated_source_is_patched_rightly_or_refused(
     assert isinstance(branch.body[1], ast.Return)
     reverse(root, "tail-of-zero")
     assert snapshot(root) == before
+
+
+def test_what_is_known_of_a_tree_goes_with_it(tmp_path: Path) -> None:
+    """Syntax trees of a release are hundreds of MB. Mutation: ``functools.cache`` on a method."""
+    with work.opened(small_tree("0.5.23", tmp_path / "tree")) as (tree, _):
+        tree.survey()
+        known = weakref.ref(tree)
+    del tree
+    gc.collect()
+    assert known() is None
 
 
 def test_byte_order_mark_stays(tmp_path: Path) -> None:
