@@ -109,8 +109,12 @@ def test_sglang_settings_of_the_caller_do_not_leak_into_a_reproduction(
     assert environment["PYTHONPATH"] == "/somewhere"
 
 
-def test_interruption_is_one_line_and_leaves_no_child(tmp_path: Path) -> None:
-    """Seen to fail: the child's traceback was all that was said, and it outlived its parent."""
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_interruption_is_one_line_and_leaves_no_child(sign: int, tmp_path: Path) -> None:
+    """Seen to fail: the child's traceback was all that was said, and it outlived its parent.
+
+    So it did where ``main.run`` left SIGTERM as it is.
+    """
     pid = tmp_path / "pid"
     endless = (
         "import os, pathlib, time;"
@@ -128,7 +132,7 @@ def test_interruption_is_one_line_and_leaves_no_child(tmp_path: Path) -> None:
         if pid.exists() and pid.read_text():
             break
         time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(sign)
     _, errors = process.communicate(timeout=30)
     assert (process.returncode, errors.splitlines()) == (130, ["hicache-guard: interrupted"])
     with pytest.raises(ProcessLookupError):

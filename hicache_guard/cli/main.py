@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import sys
 from typing import NoReturn
 
@@ -58,7 +59,11 @@ def version() -> None:
 
 
 def run() -> None:
-    """Entry point. Bad input is one line on stderr and exit status 2; a found fault is status 1."""
+    """Entry point. Bad input is one line on stderr and exit status 2; a found fault is status 1.
+
+    To be asked to end is as Ctrl-C: children go, and what was measured is kept.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # not every terminal knows every character
             stream.reconfigure(errors="backslashreplace")
