@@ -45,6 +45,9 @@ def test_wheel_holds_one_top_level_name(wheel: Path) -> None:
     assert "hicache_guard/py.typed" in files
     assert "hicache_guard/patches/fingerprints.json" in files
     assert "hicache_guard/dashboards/grafana.json" in files
+    assert "hicache_guard/topologies/4p2d.toml" in files
+    assert "hicache_guard/topologies/models/deepseek-v4-pro.toml" in files
+    assert "hicache_guard/nodes/templates/run.sh.j2" in files
 
 
 def test_wheel_install_works_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
