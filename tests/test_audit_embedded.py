@@ -117,13 +117,13 @@ def test_a_server_that_is_launched_is_audited_with_its_trace(tmp_path: Path) -> 
     """As on a node: the release's own launcher, its guard by the environment; then it is gone."""
     fetched("0.5.23")
     like = Server("0.5.23", page_size=16, folder=tmp_path / "like")
-    options = {name: value for name, value in like._arguments.items() if name != "port"}
+    options = {name: value for name, value in like.arguments.items() if name != "port"}
     words = []
     for name, value in options.items():
         flag = "--" + name.replace("_", "-")
         words += [flag] if value is True else [] if value is False else [flag, str(value)]
     command = [GUARD, "audit", "--json", "--keep", str(tmp_path), *SHORT, "--launch", "--", *words]
-    environment = like._environment | {"HICACHE_GUARD": "enforce"}
+    environment = like.environment | {"HICACHE_GUARD": "enforce"}
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=280, check=False
     )

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 from programs import fetched
 from typer.testing import CliRunner
@@ -209,6 +210,41 @@ def test_stock_torch_native_has_its_fault_and_the_replaced_one_not() -> None:
                 amiss[attention] = max(found, amiss.get(attention, 0.0))
     assert amiss["torch_native"] < 2e-4
     assert amiss["torch_native-stock"] > 0.1
+
+
+ENGINE = """
+import json, os, sys
+import sglang
+
+if __name__ == "__main__":
+    engine = sglang.Engine(**json.loads(os.environ["HICACHE_EMBEDDED_ARGUMENTS"]))
+    greedy = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+    for _ in range(2):
+        found = engine.generate(input_ids=json.loads(sys.argv[1]), sampling_params=greedy,
+                                return_logprob=True)
+        print(json.dumps(found))
+    engine.shutdown()
+"""
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize("version", programs.in_ci("0.5.23", of=("0.5.12", "0.5.23")))
+def test_a_program_has_the_engine_of_a_release(version: str, tmp_path: Path) -> None:
+    """Cold as the reference; the second time its prompt but for one token comes from the cache."""
+    fetched(version)
+    program, ids = tmp_path / "program.py", prompt(150)
+    program.write_text(ENGINE)
+    command = [sys.executable, "-P", "-m", "hicache_guard.cli.main", "embedded", "run"]
+    command += ["--release", version, "--guard", "enforce", "--folder", str(tmp_path)]
+    command += [str(program), json.dumps(ids)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [0, len(ids) - 1]
+    for answer in answers:
+        rows = answer["meta_info"]["output_token_logprobs"]
+        right = reference.logprobs(tmp_path / "model", ids + answer["output_ids"])[len(ids) - 1 :]
+        assert max(abs(row[0] - float(right[n, row[1]])) for n, row in enumerate(rows)) < 2e-4
 
 
 @pytest.mark.sglang

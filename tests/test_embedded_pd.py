@@ -209,7 +209,7 @@ def test_decode_answers_as_the_reference(version: str, tmp_path: Path) -> None:
         )
         for role in ROLES
     )
-    prefill._environment["PYTHONPATH"] = f"{losing}:{prefill._environment['PYTHONPATH']}"
+    prefill.environment["PYTHONPATH"] = f"{losing}:{prefill.environment['PYTHONPATH']}"
     with prefill, decode:
         for room, (length, cached) in enumerate([(20, 0), (300, 16), (300, 288), (317, 288)], 1):
             ids = prompt(length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,8 +11,12 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from hicache_guard import children
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.embedded import replacements
+
+#: What an Engine is to be given, for a program that makes one.
+ARGUMENTS_VAR = "HICACHE_EMBEDDED_ARGUMENTS"
 
 app = typer.Typer(
     help="Run a real SGLang server on this CPU, with a tiny hybrid model.", no_args_is_help=True
@@ -50,6 +55,41 @@ def _argument(spelled: str) -> tuple[str, Any]:
     except ValueError:
         pass
     raise ConfigError(f"{spelled!r} is not NAME=VALUE with a value in JSON")
+
+
+@app.command("run", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def run_it(
+    context: typer.Context,
+    program: Annotated[Path, typer.Argument(help="A Python program; what follows goes to it.")],
+    release: Annotated[
+        str, typer.Option(help="A fetched release, or a folder with sglang/ in it.")
+    ] = "0.5.23",
+    model: Annotated[
+        str, typer.Option(help="alternating, mimo, gemma, or a model's folder.")
+    ] = "alternating",
+    page_size: Annotated[int, typer.Option(min=1)] = 1,
+    guard: Annotated[str, typer.Option(help="off, observe, enforce or strict.")] = "off",
+    folder: Annotated[Path | None, typer.Option(help="Where the model goes.")] = None,
+) -> int:
+    """Run a program in which the release's own `sglang.Engine` works on this CPU.
+
+    Options come before the program. What Engine is to be given is JSON in
+    $HICACHE_EMBEDDED_ARGUMENTS: `sglang.Engine(**json.loads(os.environ[...]))`.
+    """
+    from hicache_guard.embedded.server import Server
+
+    if not program.is_file():
+        raise ConfigError(f"there is no program {program}")
+    like = Server(
+        Path(release) if Path(release).is_dir() else release,
+        Path(model) if Path(model).is_dir() else model,
+        page_size=page_size,
+        guard=guard,
+        folder=folder,
+    )
+    command = [sys.executable, str(program), *context.args]
+    arguments = {ARGUMENTS_VAR: json_module.dumps(like.arguments)}
+    return children.run(command, env=like.environment | arguments).returncode
 
 
 @app.command()

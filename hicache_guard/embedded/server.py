@@ -105,7 +105,7 @@ class Server:
         self.port = port or free_port()
         self.bootstrap = (bootstrap or free_port()) if role == "prefill" else None
         self.url = f"http://127.0.0.1:{self.port}"
-        self._environment = checkouts.environment(self._tree) | {
+        self.environment = checkouts.environment(self._tree) | {
             "PYTHONPATH": f"{_SHIM}:{self._tree}",
             "OMP_NUM_THREADS": "1",
             # or the answer to whether it is there would leave a token in the cache
@@ -115,7 +115,7 @@ class Server:
             **TREES[tree],
             **(environment or {}),
         }
-        self._arguments = {
+        self.arguments = {
             "model_path": str(self.model),
             "host": "127.0.0.1",
             "port": self.port,
@@ -147,12 +147,12 @@ class Server:
         """Start, and wait until it answers. Raises ServerError with the end of the log."""
         command = [
             sys.executable, "-P", "-m", "hicache_guard.embedded.launch",
-            json.dumps(self._arguments),
+            json.dumps(self.arguments),
         ]  # fmt: skip
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
-                env=self._environment,
+                env=self.environment,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
