@@ -54,6 +54,9 @@ _BEGINNING = b'{"record":'
 Facts = Mapping[str, Any]
 
 
+#: Most indices in one list: more than any pool has slots.
+MOST = 1 << 26
+
 # -- values ----------------------------------------------------------------------------------------
 
 #: Types of tensors that are written as runs, by the key under which their runs stand.
@@ -95,8 +98,8 @@ def from_runs(text: str) -> list[int]:
     for run in text.split():
         first, _, count = run.partition("+")
         begin, number = int(first), int(count or 1)
-        if not 0 < number <= 1 << 32:
-            raise ValueError(f"a run of {number}")
+        if not 0 < number <= MOST - len(found):
+            raise ValueError(f"a run of {number}: more than {MOST:,} in one list")
         found.extend(range(begin, begin + number))
     return found
 
@@ -140,7 +143,12 @@ def pack(tensor: torch.Tensor) -> dict[str, Any]:
 def unpack(packed: Facts) -> torch.Tensor:
     """What ``pack`` wrote, on the CPU. Raises ValueError for anything else."""
     try:
-        steps = np.frombuffer(zlib.decompress(base64.b64decode(packed["zlib"])), dtype="<i8")
+        # Not more than a pool can have, whatever the file promises.
+        opener = zlib.decompressobj()
+        opened = opener.decompress(base64.b64decode(packed["zlib"]), 8 * MOST)
+        if not opener.eof:
+            raise ValueError("a packed tensor is cut short, or too long")
+        steps = np.frombuffer(opened, dtype="<i8")
         kind = getattr(torch, packed["type"])
     except (zlib.error, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"no packed tensor: {error}") from None

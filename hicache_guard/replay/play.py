@@ -232,7 +232,7 @@ class _Play:
             "full": self.allocator.full_attn_allocator,
             "window": self.allocator.swa_attn_allocator,
         }.get(call.on)
-        method = getattr(holder, call.do, None)
+        method = None if call.do.startswith("_") else getattr(holder, call.do, None)
         if method is None:
             raise ConfigError(f"call {call.number}: there is no {call.do} on {call.on}")
         try:

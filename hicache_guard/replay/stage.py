@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from hicache_guard.adapters import hooks
+from hicache_guard.core.errors import ConfigError
 from hicache_guard.core.report import Violation
 from hicache_guard.repro import pools
 from hicache_guard.repro.churn_25805 import _home_of_page_allocator, compute_slots_without_triton
@@ -32,7 +33,13 @@ class Stage:
         """A new allocator of so many slots; what was heard of others is forgotten."""
         gc.collect(0)
         self.heard = []
-        return pools.build(full, window, page, need_sort=sort)
+        try:
+            return pools.build(full, window, page, need_sort=sort)
+        except (RuntimeError, MemoryError, ValueError) as error:
+            why = str(error).split("\n")[0] or type(error).__name__
+            raise ConfigError(
+                f"pools of {full:,} and {window:,} slots cannot be built here: {why[:200]}"
+            ) from None
 
     def _hear(self, violation: Violation) -> None:
         self.heard.append(violation)
