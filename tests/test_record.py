@@ -73,9 +73,7 @@ def test_runs_are_as_the_format_says() -> None:
     assert from_runs("8+3 5") == [8, 9, 10, 5]
 
 
-@pytest.mark.parametrize(
-    "text", ["x", "1+-2", "1+0", "1+99999999999", "+", "1+67108865"]
-)
+@pytest.mark.parametrize("text", ["x", "1+-2", "1+0", "1+99999999999", "+", "1+67108865"])
 def test_what_is_no_run_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"run of|invalid literal"):
         from_runs(text)
