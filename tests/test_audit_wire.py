@@ -234,6 +234,34 @@ def test_a_prefill_server_is_not_asked_for_what_it_dies_of(
     assert [body.get("top_logprobs_num", 0) for body in model.heard] == [0 if dies else 5] * 2
 
 
+@pytest.mark.parametrize(
+    ("known", "tokens", "said"),
+    [
+        ({"context_length": 255}, 100, "a request has at most 255 tokens; an audit takes 256"),
+        ({"max_total_num_tokens": 259}, 100, "a request has at most 255 tokens"),
+        ({}, 99, "there are 99 tokens; an audit takes 100"),
+    ],
+)
+def test_a_server_too_small_for_any_prompt_is_refused(
+    model: Model, audit: Command, tmp_path: Path, known: dict[str, int], tokens: int, said: str
+) -> None:
+    model.info |= {"model_path": str(tmp_path)} | known
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": tokens}))
+    done = audit()
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert model.asked == 0
+
+
+def test_what_no_prompt_fits_is_not_tested(model: Model, command: Command) -> None:
+    """Mutation: without ``not plan.steps`` it is a scenario of nothing, found equal."""
+    model.info |= {"page_size": 128, "chunked_prefill_size": None}
+    done = command("--url", model.url, "--window", "250", "--only", "resume-points", "--json")
+    rows = {row["name"]: row for row in json.loads(done.stdout)["scenarios"]}
+    assert rows["resume-points"]["verdict"] == "not tested"
+    assert "do not fit" in rows["resume-points"]["why"]
+
+
 def test_one_server_of_a_pair_is_not_audited_alone(model: Model, audit: Command) -> None:
     model.info |= {"disaggregation_mode": "decode"}
     done = audit()

@@ -128,6 +128,9 @@ class Auditor:
             for scenario, why in missing.items()
             if not why
         }
+        for scenario, plan in plans.items():
+            if not plan.steps:
+                missing[scenario] = f"its prompts do not fit {self.facts.context} tokens"
         due = sum(1 for plan in plans.values() for _ in plan.asks())
         self._cold(audit, due)
         assert audit.noise is not None
@@ -217,7 +220,7 @@ class Auditor:
             untried = Judgement(Verdict.NOT_TESTED, str(error))
             self._add(audit, Result(scenario.name, scenario.purpose, untried))
             return
-        found = judge.judge(answers, comparisons, noise.limit)
+        found = judge.judge(answers, comparisons, noise.limit, drafts=scenario.drafts)
         result = Result(
             scenario.name, scenario.purpose, found, plan, answers, comparisons, limit=noise.limit
         )

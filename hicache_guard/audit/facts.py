@@ -16,6 +16,8 @@ from hicache_guard.core.errors import GuardError
 
 #: What is assumed of a model that does not say.
 WINDOW, VOCABULARY, CONTEXT = 128, 1000, 4096
+#: Less of these is too little for any prompt that shows something.
+LEAST_CONTEXT, LEAST_VOCABULARY = 256, 100
 
 
 class UnfitError(GuardError):
@@ -113,6 +115,13 @@ def ask(wire: Wire, *, window: int | None = None, vocabulary: int | None = None)
     mode = str(server.get("disaggregation_mode") or "null").replace("null", "no")
     if mode != "no" and not wire.behind:
         raise UnfitError(f"{wire.url}: a {mode} server of a pair; give the URL of its router")
+    tokens = known("vocabulary", VOCABULARY, vocabulary, config.get("vocab_size"))
+    for what, found, least in (
+        ("a request has at most", context := min(context, full - page), LEAST_CONTEXT),
+        ("there are", tokens, LEAST_VOCABULARY),
+    ):
+        if found < least:
+            raise UnfitError(f"{wire.url}: {what} {found} tokens; an audit takes {least}")
     return Facts(
         version=str(server.get("version") or "unknown"),
         model=folder or "unknown",
@@ -121,8 +130,8 @@ def ask(wire: Wire, *, window: int | None = None, vocabulary: int | None = None)
         window=known("window", WINDOW, window, config.get("sliding_window")),
         page=page,
         chunk=known("chunk", 0, server.get("chunked_prefill_size")),
-        context=min(context, full - page),
-        vocabulary=known("vocabulary", VOCABULARY, vocabulary, config.get("vocab_size")),
+        context=context,
+        vocabulary=tokens,
         full_pool=full,
         window_pool=windowed,
         running=known("running", 8, server.get("max_running_requests")),

@@ -177,10 +177,12 @@ def judge(
     limit: float,
     *,
     warm: bool = True,
+    drafts: bool = False,
 ) -> Judgement:
     """Of all answers of a scenario, and those of them that could be compared.
 
-    What differs by more than ``limit`` is a fault. ``warm``: there should be hits among them.
+    What differs by more than ``limit`` is a fault. ``warm``: there should be hits among them;
+    ``drafts``: and drafts that were accepted, and such as were not.
     """
     worst = max(comparisons, key=lambda each: each.largest, default=None)
     failed = [answer for answer in answers if answer.error]
@@ -209,8 +211,14 @@ def judge(
     hits = sum(each.warm.cached > 0 for each in comparisons)
     if warm and not hits:
         return Judgement(Verdict.NOT_TESTED, "no request found anything in the cache")
+    accepted, made = (sum(answer.drafts[part] for answer in answers) for part in (0, 1))
+    if drafts and accepted in (0, made):
+        which = "rejected" if accepted else "accepted"
+        return Judgement(Verdict.NOT_TESTED, f"no draft was {which}, of {made:,}")
     verdict = Verdict.EQUAL if worst.largest == 0 else Verdict.NOISE
+    guessed = f"; {accepted:,} of {made:,} drafts were accepted" if made else ""
     return Judgement(
         verdict,
-        f"{len(comparisons)} answers, {hits} with a hit, differ by {worst.largest:.2g} at most",
+        f"{len(comparisons)} answers, {hits} with a hit, differ by {worst.largest:.2g} at most"
+        + guessed,
     )

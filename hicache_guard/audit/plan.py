@@ -78,7 +78,7 @@ class Answer:
     the generated tokens. ``cached`` tokens of the prompt were not computed. ``finish`` is the
     server's reason, or "abort", "disconnect" and "failed" where there is no whole answer; ``error``
     says why it failed. Of ``unread`` positions the server did not tell. ``prompt_tokens`` is how
-    long the server says that the prompt was.
+    long the server says that the prompt was, ``drafts`` how many it accepted, and made, for this.
     """
 
     ask: Ask
@@ -92,6 +92,7 @@ class Answer:
     seconds: float = 0.0
     unread: tuple[int, ...] = ()
     prompt_tokens: int = 0
+    drafts: tuple[int, int] = (0, 0)
 
     @property
     def whole(self) -> bool:

@@ -127,6 +127,10 @@ def _scenario(result: Result, audit: Audit) -> dict[str, Any]:
         "hits": sum(answer.cached > 0 for answer in result.answers),
         "due": sum(answer.ask.due > 0 for answer in result.answers),
         "cached_tokens": sum(answer.cached for answer in result.answers),
+        "drafts": {
+            name: sum(answer.drafts[part] for answer in result.answers)
+            for part, name in enumerate(("accepted", "made"))
+        },
         "failed": [answer.error for answer in result.answers if answer.error],
         "largest": _finite(max((each.largest for each in result.comparisons), default=0.0)),
         "mean": _finite(

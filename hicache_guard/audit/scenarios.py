@@ -48,6 +48,7 @@ class Writer:
         prompt = prompt[: self.longest]
         known = min(known, len(prompt) - 1)
         due = known - known % self.facts.page
+        tokens = min(tokens, self.facts.context - len(prompt))
         made = Ask(f"r{self._count}", prompt, tokens, due=due)
         return replace(made, **more)
 
@@ -60,12 +61,16 @@ class Writer:
 
 @dataclass(frozen=True)
 class Scenario:
-    """``needs`` says why a server cannot be tried with it, or nothing."""
+    """``needs`` says why a server cannot be tried with it, or nothing.
+
+    ``drafts``: without drafts, both accepted and rejected, it has tested nothing.
+    """
 
     name: str
     purpose: str
     write: Callable[[Writer], None]
     needs: Callable[[Facts], str] = lambda _facts: ""
+    drafts: bool = False
 
     def plan(self, facts: Facts, seed: int) -> Plan:
         writer = Writer(facts, random.Random(f"{self.name} {seed}"))
@@ -91,7 +96,7 @@ def _resume(make: Writer) -> None:
     points |= {facts.window + facts.page + by for by in (-1, 0, 1)}
     if facts.chunk:
         points |= {facts.chunk + by for by in (-1, 0, 1)}
-    for point in sorted(point for point in points if 1 < point < make.longest - facts.window):
+    for point in sorted(point for point in points if 1 < point < make.longest):
         start = make.tokens(point)
         make.step(make.ask(start, 1))
         make.step(make.ask(start + make.tokens(3), known=point))
@@ -124,6 +129,7 @@ def _together(make: Writer) -> None:
 def _filled(make: Writer, pool: int, length: int) -> None:
     """Ask for more prompts than a pool holds, and for earlier ones again now and then."""
     dice = make.dice
+    length = min(length, make.longest)
     count = min(MOST, int(OVER * pool / (length + SHORT)) + 2)
     prompts: list[Tokens] = []
     for number in range(count):
@@ -133,7 +139,9 @@ def _filled(make: Writer, pool: int, length: int) -> None:
             old = dice.choice(prompts)
             asks.append(make.ask(old + make.tokens(dice.randint(1, SHORT))))
         make.step(*asks)
-    make.one_by_one(make.ask(prompt + make.tokens(2)) for prompt in dice.sample(prompts, k=8))
+    make.one_by_one(
+        make.ask(prompt + make.tokens(2)) for prompt in dice.sample(prompts, k=min(8, count))
+    )
 
 
 def _full_pressure(make: Writer) -> None:
@@ -219,10 +227,11 @@ def _turns(make: Writer) -> None:
 
 def _session_turns(streaming: bool) -> Callable[[Writer], None]:
     def write(make: Writer) -> None:
-        window, dice = make.facts.window, make.dice
+        # A window's worth, or what leaves room for all the turns.
+        window, dice = min(make.facts.window, make.longest // 16), make.dice
 
         def turn(last: Ask, **more: Any) -> Ask:
-            said = make.tokens(dice.randint(1, window // 2))
+            said = make.tokens(dice.randint(1, max(1, window // 2)))
             return make.ask(said, after=last.name, session=last.session, **more)
 
         sessions = [Session(name, streaming) for name in ("a", "b")]
@@ -264,12 +273,13 @@ def _speculative(make: Writer) -> None:
 def _sampling(make: Writer) -> None:
     dice, window = make.dice, make.facts.window
     base = make.tokens(3 * window)
+    shortest = min(2 * window, len(base))
     make.step(make.ask(base))
     for number in range(12):
         make.step(
             *(
                 make.ask(
-                    base[: dice.randint(2 * window, len(base))] + make.tokens(number + 1),
+                    base[: dice.randint(shortest, len(base))] + make.tokens(number + 1),
                     4 * SHORT,
                     ignore_eos=bool(number % 2),
                     temperature=dice.choice((0.0, 1.0)),
@@ -281,7 +291,8 @@ def _sampling(make: Writer) -> None:
 
 def _churn(make: Writer) -> None:
     facts, dice = make.facts, make.dice
-    bases = [make.tokens(dice.randint(facts.window, make.longest)) for _ in range(6)]
+    shortest = min(facts.window, make.longest)
+    bases = [make.tokens(dice.randint(shortest, make.longest)) for _ in range(6)]
     for _ in range(24):
         asks = []
         for _ in range(dice.randint(1, max(2, min(TOGETHER, facts.running)))):
@@ -325,6 +336,7 @@ SCENARIOS = (
         "speculation", "What is guessed well and badly, around the edge of the window",
         _speculative,
         lambda facts: "" if facts.speculative != "no" else "the server does not speculate",
+        drafts=True,
     ),
     Scenario("sampling", "Sampled answers, and such as end when they like", _sampling),
     Scenario(

@@ -369,6 +369,10 @@ def _meta(found: Any, url: str) -> dict[str, Any]:
     return meta
 
 
+def _drafts(meta: dict[str, Any], which: str) -> int:
+    return int(meta.get(f"spec_num_{which}_drafts") or 0)
+
+
 def _answer(ask: Ask, found: Any, url: str) -> Answer:
     meta = _meta(found, url)
     try:
@@ -387,6 +391,7 @@ def _answer(ask: Ask, found: Any, url: str) -> Answer:
             {name: int(part) for name, part in details.items() if isinstance(part, int)},
             reason,
             prompt_tokens=int(meta.get("prompt_tokens") or 0),
+            drafts=(_drafts(meta, "correct"), _drafts(meta, "proposed")),
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:
         raise WireError(f"{url}/generate: no log-probabilities ({error!r})") from None

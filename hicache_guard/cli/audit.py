@@ -81,7 +81,8 @@ def audit(
         int | None, typer.Option(help="The model's window, if its config is not here.", min=1)
     ] = None,
     vocabulary: Annotated[
-        int | None, typer.Option(help="Token ids to draw from, as --window.", min=100)
+        int | None,
+        typer.Option(help="Token ids to draw from, as --window.", min=facts.LEAST_VOCABULARY),
     ] = None,
     trace: Annotated[
         list[Path] | None,

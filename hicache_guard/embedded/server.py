@@ -112,7 +112,8 @@ class Server:
             "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
             ENV_VAR: mode.value,
             **replacements.environment(attention, models.module_of(self.model)),
-            **TREES[tree],
+            # of the trees for hybrid models only this one has a host tier
+            **TREES["unified" if hicache is not None else tree],
             **(environment or {}),
         }
         self.arguments = {
