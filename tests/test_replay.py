@@ -110,6 +110,11 @@ def test_file_that_begins_in_the_middle_is_replayed_from_its_state(jobs: dict[st
     assert job["alike"] == job["recorded"] > 10
 
 
+def test_all_that_a_guard_keeps_is_in_the_state_of_a_record(jobs: dict[str, Any]) -> None:
+    """Mutations: without what of a page is named, since when a tree has it, owners of slots."""
+    assert jobs["state"]["names"] == []
+
+
 def test_pages_of_64_slots(jobs: dict[str, Any]) -> None:
     job = jobs["page 64"]
     assert job["verdict"] == "reproduced"

@@ -15,6 +15,7 @@ import torch
 
 from hicache_guard.adapters import recording
 from hicache_guard.adapters.hooks import running_version
+from hicache_guard.adapters.link import link_of
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.core.record import BYTES_VAR, RECORD_VAR, read_record
 from hicache_guard.replay.names import Namer
@@ -98,6 +99,32 @@ def unrecorded(name: str, *methods: str) -> Path:
         recording.around = original
 
 
+def unrestored() -> list[str]:
+    """Tensors of a guard that another does not get with its state, each set to numbers of its own.
+
+    All that the four books have are looked for, but what they keep for themselves.
+    """
+    stage = Stage("observe")
+    links, kept = [], []
+    for _ in range(2):
+        allocator = stage.build(256, 128, 16, sort=False)
+        link = link_of(allocator)
+        assert link is not None
+        links.append((allocator, link))
+        books = {name: getattr(link.guard, name) for name in ("full", "window", "map", "witness")}
+        kept.append({
+            f"{book}.{name}": value
+            for book, found in books.items()
+            for name, value in vars(found).items()
+            if isinstance(value, torch.Tensor) and not name.startswith("_")
+        })  # fmt: skip
+    for number, tensor in enumerate(kept[0].values()):
+        tensor.copy_(torch.arange(tensor.numel()) % (50 + number))
+    state = json.loads(json.dumps(recording.state_of(links[0][1])))
+    recording.put_back(links[1][1], state, serial=7)
+    return [name for name, tensor in kept[0].items() if not tensor.equal(kept[1][name])]
+
+
 def main() -> None:
     torch.set_num_threads(1)
     logger = logging.getLogger("hicache_guard")
@@ -132,6 +159,7 @@ def main() -> None:
     told("rotated", path, replayed(path))
     path = record("page 64", "observe", 60, 64)
     told("page 64", path, replayed(path))
+    print(json.dumps({"job": "state", "names": unrestored()}), flush=True)
 
 
 if __name__ == "__main__":
