@@ -49,6 +49,8 @@ class Model(ThreadingHTTPServer):
         self.aborted: list[str] = []
         #: Whether prompts are remembered, and whether what is cached is wrong.
         self.remembers, self.wrong = True, False
+        #: Changes what is told of an answer.
+        self.bend: Callable[[dict[str, Any]], None] = lambda _meta: None
         self.on_ask: Callable[[dict[str, Any]], None] = lambda _wanted: None
         self.lock = threading.Lock()
 
@@ -119,6 +121,8 @@ class Handler(BaseHTTPRequestHandler):
             self._send(b"Traceback (most recent call last):\n  boom", 500)
         elif failing == "garbage":
             self._send(b"<html>\xff\x00")
+        elif failing == "deep":
+            self._send(b"[" * 100_000 + b"]" * 100_000)
         elif failing == "other":
             self._send(b'{"text": "hello"}')
         elif failing == "list":
@@ -128,6 +132,7 @@ class Handler(BaseHTTPRequestHandler):
         else:
             meta = self._answer(wanted)
             ids = [row[1] for row in meta["output_token_logprobs"]]
+            self.server.bend(meta)
             self._send(json.dumps({"output_ids": ids, "meta_info": meta}).encode())
 
     def _stream(self) -> None:

@@ -8,23 +8,25 @@ implausible samples kept, hits not asked for, failed requests ignored.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from hicache_guard.audit import judge
 from hicache_guard.audit.judge import Verdict
-from hicache_guard.audit.plan import Answer, Ask
+from hicache_guard.audit.plan import OTHER_HISTORY, Answer, Ask, Leave
 
 ASK = Ask("one", (1, 2, 3), 4)
 
 
 def answer(*logprobs: float, cached: int = 0, due: int = 0, **more: object) -> Answer:
-    made = Answer(
-        replace(ASK, due=due), tuple(range(len(logprobs))), logprobs, cached=cached, finish="length"
-    )
+    ask = replace(ASK, due=due, tokens=len(logprobs))
+    output = tuple(range(len(logprobs)))
+    made = Answer(ask, output, logprobs, cached=cached, finish="length")
     return replace(made, **more)  # type: ignore[arg-type]
 
 
@@ -96,10 +98,13 @@ def test_without_a_hit_nothing_is_known() -> None:
 
 
 def test_not_a_number_is_a_fault() -> None:
-    for warm, cold in ((math.nan, -1.0), (-1.0, math.nan), (-math.inf, -1.0)):
-        found = judge.compare(answer(warm), answer(cold))
-        assert found.largest == math.inf
-    assert judge.compare(answer(-math.inf), answer(-math.inf)).largest == 0
+    """Also where cold and warm agree in it: a token that was drawn has a log-probability.
+
+    Mutation: two that are alike differ by nothing.
+    """
+    for one, other in itertools.product((math.nan, -math.inf, math.inf, -1.0), repeat=2):
+        found = judge.compare(answer(one), answer(other))
+        assert found.largest == (0 if one == other == -1.0 else math.inf)
 
 
 def test_no_hit_where_hits_were_due_is_said_as_loudly() -> None:
@@ -109,6 +114,50 @@ def test_no_hit_where_hits_were_due_is_said_as_loudly() -> None:
     assert found.verdict.bad
     assert "128 tokens" in found.why
     assert judge.judge([missed, hit], [compared(0.0, cached=64)], QUIET).verdict is Verdict.EQUAL
+
+
+@pytest.mark.parametrize(
+    ("cached", "said"),
+    [
+        ([64, 0, 0], "1 of 3 requests found 64 of the 192 tokens"),  # most found nothing
+        ([1, 1, 1], "3 of 3 requests found 3 of the 192 tokens"),  # all found next to nothing
+        ([64, 1000, 0], None),  # what is found beyond what is due makes nothing good
+        ([1000, 0, 0], "1 of 3 requests found 64 of"),
+    ],
+)
+def test_few_hits_are_no_hits(cached: list[int], said: str | None) -> None:
+    """Mutations: any hit is enough; requests not counted; tokens not counted."""
+    answers = [answer(-1.0, due=64, cached=count) for count in cached]
+    found = judge.judge(answers, [compared(0.0, cached=1)], QUIET)
+    assert (found.verdict is Verdict.NO_HITS) == (said is not None)
+    assert said is None or said in found.why
+
+
+@pytest.mark.parametrize(
+    ("output", "finish", "more", "short"),
+    [
+        ((1, 2, 3, 4), "length", {}, False),
+        ((1, 2, 3), "length", {}, True),
+        ((1,), "stop", {}, True),  # it was not to stop
+        ((), "stop", {}, True),
+        ((1,), "stop", {"ignore_eos": False}, False),
+        ((), "stop", {"ignore_eos": False}, True),
+        ((1,), "length", {"ignore_eos": False}, True),
+        ((), "abort", {"leave": Leave.ABORT}, False),
+        ((), OTHER_HISTORY, {}, False),
+    ],
+)
+def test_an_answer_that_is_cut_short_is_a_fault(
+    output: tuple[int, ...], finish: str, more: dict[str, Any], short: bool
+) -> None:
+    """What was not answered cannot be compared, so it must not go unsaid.
+
+    Mutations: only empty answers, or none, are short; an answer that stops may always do so.
+    """
+    cut = Answer(replace(ASK, **more), output, (-1.0,) * len(output), finish=finish)
+    found = judge.judge([answer(-1.0), cut], [compared(0.0, cached=1)], QUIET)
+    assert (found.verdict is Verdict.FAULT) == short
+    assert not short or f"one has {len(output)} of 4 tokens" in found.why
 
 
 def test_requests_that_fail_are_a_fault() -> None:

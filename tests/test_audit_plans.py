@@ -35,13 +35,13 @@ def _facts(**known: Any) -> Facts:
 @st.composite
 def _servers(draw: st.DrawFn) -> Facts:
     page = draw(st.sampled_from((1, 2, 16, 64, 256)))
-    full = draw(st.integers(LEAST_CONTEXT // page + 1, 4096)) * page
+    full = draw(st.integers(LEAST_CONTEXT // page + 2, 4096)) * page
     return _facts(
         page=page,
         window=draw(st.integers(1, 8192)),
         full_pool=full,
         window_pool=draw(st.integers(1, full // page)) * page,
-        context=min(draw(st.integers(LEAST_CONTEXT, 1 << 17)), full - page),
+        context=min(draw(st.integers(LEAST_CONTEXT, 1 << 17)), full - 2 * page),
         chunk=draw(st.sampled_from((0, 1, 16, 512, 8192))),
         vocabulary=draw(st.integers(LEAST_VOCABULARY, 1 << 18)),
         running=draw(st.integers(1, 4096)),
@@ -80,7 +80,7 @@ def test_a_plan_fits_its_server(scenario: Scenario, facts: Facts, seed: int) -> 
     for ask, length in _lengths(asks):
         assert len(ask.prompt) > 0
         assert ask.tokens > 0
-        assert length + ask.tokens <= facts.context
+        assert length + ask.tokens + 2 <= facts.context
         assert ask.due < length
         assert ask.due % facts.page == 0 or ask.session
         assert all(0 <= token < facts.vocabulary for token in ask.prompt)

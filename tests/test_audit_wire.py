@@ -10,6 +10,7 @@ readings that may be cached.
 from __future__ import annotations
 
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -57,6 +58,7 @@ class Done:
 
 
 Command = Callable[..., Done]
+Bend = Callable[[dict[str, Any]], Any]
 
 
 @pytest.fixture
@@ -109,6 +111,7 @@ def test_a_right_server_is_found_right(model: Model, audit: Command, tmp_path: P
         ("hangs", "no answer within 1 s"),
         ("500", "status 500"),
         ("garbage", "not JSON"),
+        ("deep", "not JSON"),
         ("other", "not what SGLang answers"),
         ("list", "not what SGLang answers"),
     ],
@@ -149,6 +152,74 @@ def test_readings_that_are_not_cold_prove_nothing(model: Model, audit: Command) 
     done = audit()
     assert done.returncode == 2
     assert "does not tell extra keys apart" in json.loads(done.stdout)["broken"]
+
+
+def _without(name: str) -> Bend:
+    return lambda meta: meta.pop(name)
+
+
+def _cut(count: int) -> Bend:
+    """Of answers with a hit, so many tokens are told."""
+
+    def bend(meta: dict[str, Any]) -> None:
+        if meta["cached_tokens"]:
+            del meta["output_token_logprobs"][count:], meta["output_top_logprobs"][count:]
+
+    return bend
+
+
+def _misread(*, told: int | None) -> Bend:
+    """The last token of a prompt that is read goes by another name."""
+
+    def bend(meta: dict[str, Any]) -> None:
+        if meta["input_token_logprobs"]:
+            last = meta["input_token_logprobs"][-1]
+            last[1] = last[1] + 1 if told is None else told
+
+    return bend
+
+
+def _nan(meta: dict[str, Any]) -> None:
+    """Warm and cold are no number, alike."""
+    for row in [*meta["output_token_logprobs"], *meta["input_token_logprobs"][1:]]:
+        row[0] = math.nan
+
+
+@pytest.mark.parametrize(
+    ("bend", "status", "said"),
+    [
+        (_without("cached_tokens"), 2, "not what SGLang answers there (KeyError('cached_tokens'))"),
+        (_without("output_token_logprobs"), 2, "KeyError('output_token_logprobs')"),
+        (_without("input_token_logprobs"), 2, "KeyError('input_token_logprobs')"),
+        (_cut(1), 1, "answers are cut short"),
+        (_cut(0), 1, "answers are cut short"),
+        (_misread(told=None), 2, "log-probabilities of other tokens"),
+        (_misread(told=0), 2, "log-probabilities of other tokens"),
+        (_nan, 1, "off by inf"),
+    ],
+)
+def test_what_is_not_told_is_not_taken_for_right(
+    model: Model, audit: Command, bend: Bend, status: int, said: str
+) -> None:
+    """Mutations: what is not told of hits is none; half of the tokens may go by other names."""
+    model.bend = bend
+    done = audit()
+    assert done.returncode == status, done.stderr
+    assert said in done.stdout + done.stderr
+
+
+def test_a_token_that_is_padding_to_a_release_is_not_read(model: Model) -> None:
+    """The last of a vocabulary is told as token 0, and its log-probability is that of 0."""
+    wire = Wire(model.url)
+
+    def bend(meta: dict[str, Any]) -> None:
+        for row in meta["input_token_logprobs"]:
+            row[1] %= 999
+
+    model.bend = bend
+    assert wire.reread((5, 6), (7, 999, 8, 999), space="here").unread == (1, 3)
+    with pytest.raises(WireError, match="of other tokens"):
+        wire.reread((5, 6), (7, 999, 1000), space="there")
 
 
 def test_key_is_sent_and_asked_for(model: Model, audit: Command) -> None:
@@ -237,8 +308,8 @@ def test_a_prefill_server_is_not_asked_for_what_it_dies_of(
 @pytest.mark.parametrize(
     ("known", "tokens", "said"),
     [
-        ({"context_length": 255}, 100, "a request has at most 255 tokens; an audit takes 256"),
-        ({"max_total_num_tokens": 259}, 100, "a request has at most 255 tokens"),
+        ({"context_length": 259}, 100, "a request has at most 255 tokens; an audit takes 256"),
+        ({"max_total_num_tokens": 263}, 100, "a request has at most 255 tokens"),
         ({}, 99, "there are 99 tokens; an audit takes 100"),
     ],
 )
@@ -255,7 +326,8 @@ def test_a_server_too_small_for_any_prompt_is_refused(
 
 def test_what_no_prompt_fits_is_not_tested(model: Model, command: Command) -> None:
     """Mutation: without ``not plan.steps`` it is a scenario of nothing, found equal."""
-    model.info |= {"page_size": 128, "chunked_prefill_size": None}
+    model.info |= {"page_size": 256, "context_length": 520, "max_total_num_tokens": 1024}
+    model.info |= {"chunked_prefill_size": None}
     done = command("--url", model.url, "--window", "250", "--only", "resume-points", "--json")
     rows = {row["name"]: row for row in json.loads(done.stdout)["scenarios"]}
     assert rows["resume-points"]["verdict"] == "not tested"

@@ -172,6 +172,8 @@ class Auditor:
         self.watcher.begins("cold", 2 * SAMPLES)
         # All in one part of the cache: nothing is shared but by accident.
         answers, comparisons = self._compared(plan, self.watcher.goes_on)
+        if not comparisons:
+            raise WireError(answers[0].error or f"{self.wire.url}: no answer could be compared")
         audit.noise = judge.noise(
             [each.largest for each in comparisons], dtype=facts.dtype, comparisons=max(1, due)
         )

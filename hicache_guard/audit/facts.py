@@ -26,7 +26,11 @@ class UnfitError(GuardError):
 
 @dataclass(frozen=True)
 class Facts:
-    """The engine's identity. Lengths are in tokens; ``assumed`` names what was not told."""
+    """The engine's identity. Lengths are in tokens; ``assumed`` names what was not told.
+
+    ``context`` is what a prompt and its answer may have together: SGLang shortens an answer that
+    does not fit the pool with the prompt's whole pages and one more.
+    """
 
     version: str
     model: str
@@ -117,7 +121,7 @@ def ask(wire: Wire, *, window: int | None = None, vocabulary: int | None = None)
         raise UnfitError(f"{wire.url}: a {mode} server of a pair; give the URL of its router")
     tokens = known("vocabulary", VOCABULARY, vocabulary, config.get("vocab_size"))
     for what, found, least in (
-        ("a request has at most", context := min(context, full - page), LEAST_CONTEXT),
+        ("a request has at most", context := min(context, full - page) - page, LEAST_CONTEXT),
         ("there are", tokens, LEAST_VOCABULARY),
     ):
         if found < least:

@@ -11,6 +11,9 @@ from enum import StrEnum
 
 Tokens = tuple[int, ...]
 
+#: How an answer ends to a turn whose session had another history than it was given.
+OTHER_HISTORY = "other history"
+
 
 class Leave(StrEnum):
     """How a client does not wait for its answer."""
@@ -98,3 +101,11 @@ class Answer:
     def whole(self) -> bool:
         """Whether it can be judged."""
         return bool(self.output) and not self.error
+
+    @property
+    def cut_short(self) -> bool:
+        """Whether it ended by itself before it had all the tokens that it was to have."""
+        if self.error or self.ask.leave is not None or self.finish == OTHER_HISTORY:
+            return False
+        stopped = not self.ask.ignore_eos and self.finish == "stop"
+        return len(self.output) < (1 if stopped else self.ask.tokens)

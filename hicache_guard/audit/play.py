@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
-from hicache_guard.audit.plan import Answer, Ask, Plan
+from hicache_guard.audit.plan import OTHER_HISTORY, Answer, Ask, Plan
 from hicache_guard.audit.wire import Wire, WireError, session_id
 
 _numbers = itertools.count(1)
@@ -73,7 +73,7 @@ def _checked(answer: Answer, before: dict[str, Answer]) -> Answer:
         return answer
     left = any(each.ask.session == ask.session and each.ask.leave for each in before.values())
     said = f"the session had {answer.prompt_tokens} tokens, not {len(ask.prompt)}"
-    return Answer(ask, finish="other history", error="" if left else said)
+    return Answer(ask, finish=OTHER_HISTORY, error="" if left else said)
 
 
 def _whole(ask: Ask, answers: dict[str, Answer]) -> Ask:
@@ -105,10 +105,12 @@ def reread(wire: Wire, answer: Answer, *, rid: str = "") -> Answer:
 def read_all(
     wire: Wire, answers: Iterable[Answer], told: Callable[[], None] = lambda: None
 ) -> list[tuple[Answer, Answer]]:
-    """Each whole answer with its cold reading."""
+    """Each whole answer with its cold reading, but such as nothing was told of."""
     pairs = []
     for answer in answers:
         if answer.whole:
-            pairs.append((answer, reread(wire, answer)))
+            cold = reread(wire, answer)
+            if len(cold.unread) < len(cold.output):
+                pairs.append((answer, cold))
             told()
     return pairs

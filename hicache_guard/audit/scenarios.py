@@ -19,6 +19,8 @@ from hicache_guard.audit.plan import Ask, Leave, Plan, Session, Tokens
 SHORT = 8
 #: The first token ids are often special.
 FIRST_TOKEN = 10
+#: Tokens by which the server itself stays below what fits.
+SPARE = 2
 #: How much more than a pool is asked for where it is to run over.
 OVER = 1.5
 #: Most requests of a scenario that fills a pool; and most that wait together.
@@ -48,7 +50,7 @@ class Writer:
         prompt = prompt[: self.longest]
         known = min(known, len(prompt) - 1)
         due = known - known % self.facts.page
-        tokens = min(tokens, self.facts.context - len(prompt))
+        tokens = min(tokens, self.facts.context - SPARE - len(prompt))
         made = Ask(f"r{self._count}", prompt, tokens, due=due)
         return replace(made, **more)
 
@@ -203,7 +205,7 @@ def _retraction(make: Writer) -> None:
     count = max(2, min(facts.running, TOGETHER))
     # Together they want more than there is, once they have answered.
     length = min(make.longest, int(facts.full_pool * 0.8 / count))
-    tokens = min(facts.context - length - 1, int(facts.full_pool * 0.35 / count))
+    tokens = int(facts.full_pool * 0.35 / count)
     prompts = [make.tokens(length) for _ in range(count)]
     make.step(*(make.ask(prompt, tokens) for prompt in prompts))
     make.step(*(make.ask(prompt + make.tokens(2)) for prompt in prompts))

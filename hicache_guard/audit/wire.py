@@ -112,7 +112,7 @@ class Wire:
         answer = self._send(method, path, **options)
         try:
             return answer.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             raise WireError(f"{self.url}{path}: the answer is not JSON") from None
 
     def _read(self, *paths: str) -> dict[str, Any]:
@@ -279,19 +279,22 @@ class Wire:
             tops = meta["input_top_logprobs"][-len(output) :] if self.top else ()
             # A release takes the last token of a vocabulary for padding, and tells of token 0.
             unread = tuple(place for place, row in enumerate(rows) if int(row[1]) != output[place])
-            if len(rows) != len(output) or 2 * len(unread) > len(output) + 1:
+            told = {(int(rows[place][1]), output[place]) for place in unread}
+            if len(rows) != len(output) or not told <= {(0, max(output))}:
                 raise WireError(f"{self.url}/generate: log-probabilities of other tokens")
             found = Answer(
                 Ask("reread", tuple(prompt), len(output)),
                 tuple(output),
                 tuple(float(row[0]) for row in rows),
                 tuple(_top(row) for row in tops),
-                int(meta.get("cached_tokens") or 0),
+                int(meta["cached_tokens"]),
                 finish="reread",
                 unread=unread,
             )
         except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise WireError(f"{self.url}/generate: no log-probabilities ({error!r})") from None
+            raise WireError(
+                f"{self.url}/generate: not what SGLang answers there ({error!r})"
+            ) from None
         return _timed(found, time.monotonic() - begun)
 
 
@@ -345,7 +348,7 @@ def _events(stream: requests.Response) -> Iterator[Any]:
         for line in stream.iter_lines():
             if line.startswith(b"data: ") and line != b"data: [DONE]":
                 yield json.loads(line[6:])
-    except (requests.RequestException, ValueError) as error:
+    except (requests.RequestException, ValueError, RecursionError) as error:
         raise LostError(f"a streamed answer broke off: {error}") from None
 
 
@@ -387,14 +390,14 @@ def _answer(ask: Ask, found: Any, url: str) -> Answer:
             tuple(int(row[1]) for row in rows),
             tuple(float(row[0]) for row in rows),
             tuple(_top(row) for row in meta.get("output_top_logprobs") or ()),
-            int(meta.get("cached_tokens") or 0),
+            int(meta["cached_tokens"]),
             {name: int(part) for name, part in details.items() if isinstance(part, int)},
             reason,
             prompt_tokens=int(meta.get("prompt_tokens") or 0),
             drafts=(_drafts(meta, "correct"), _drafts(meta, "proposed")),
         )
     except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise WireError(f"{url}/generate: no log-probabilities ({error!r})") from None
+        raise WireError(f"{url}/generate: not what SGLang answers there ({error!r})") from None
     if reason == "abort":
         said = meta["finish_reason"].get("message") or "the server aborted it"
         return Answer(ask, finish="abort", error=str(said)[:200])
