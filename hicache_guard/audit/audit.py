@@ -222,7 +222,9 @@ class Auditor:
             untried = Judgement(Verdict.NOT_TESTED, str(error))
             self._add(audit, Result(scenario.name, scenario.purpose, untried))
             return
-        found = judge.judge(answers, comparisons, noise.limit, drafts=scenario.drafts)
+        found = judge.judge(
+            answers, comparisons, noise.limit, noise=noise.samples, drafts=scenario.drafts
+        )
         result = Result(
             scenario.name, scenario.purpose, found, plan, answers, comparisons, limit=noise.limit
         )

@@ -8,6 +8,11 @@ one more of these, with the false-alarm rate of the whole audit shared out among
 Hahn and Meeker, Statistical Intervals, on prediction of a future observation; the quantile by
 Abramowitz and Stegun, 26.7.5.
 
+Noise can have a long tail (a token of a mixture of experts goes to another one), and then the limit
+is far above most of it. So what is usual counts, too: a scenario is at fault if more of its answers
+than of the cold ones, by Fisher's exact test, are beyond ``SLACK`` times what nine of ten cold ones
+keep. Each of the two has half of the false-alarm rate.
+
 Noise itself can be a fault: no rounding of a type is larger than ``PLAUSIBLE`` says.
 """
 
@@ -19,12 +24,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from hicache_guard.audit.plan import Answer
+from hicache_guard.audit.plan import SHORT, Answer
 
 #: False alarms an audit of a healthy server gives on average, by what is assumed above.
 FALSE_ALARMS = 1e-3
 #: A warm answer is rounded in batches of shapes that the noise did not have.
 SLACK = 4.0
+#: The part of noise that is usual, and the most scenarios that are judged by that.
+USUAL, SCENARIOS = 0.9, 20
 #: Differences in log-probability below this are none: some units in the last place of a float32.
 LEAST = 1e-6
 #: The largest difference in log-probability that rounding explains, by the type of the KV.
@@ -76,6 +83,10 @@ class Comparison:
     @property
     def largest(self) -> float:
         return max(map(abs, self.deltas), default=0.0)
+
+    def largest_of(self, positions: int) -> float:
+        """The largest of the first so many."""
+        return max(map(abs, self.deltas[:positions]), default=0.0)
 
     @property
     def mean(self) -> float:
@@ -146,7 +157,7 @@ def noise(samples: Sequence[float], *, dtype: str, comparisons: int) -> Noise:
     if len(kept) >= 8:
         logs = [math.log(sample) for sample in kept]
         spread = statistics.stdev(logs) * math.sqrt(1 + 1 / len(logs))
-        quantile = t_quantile(1 - FALSE_ALARMS / max(1, comparisons), len(logs) - 1)
+        quantile = t_quantile(1 - FALSE_ALARMS / 2 / max(1, comparisons), len(logs) - 1)
         predicted = math.exp(statistics.fmean(logs) + quantile * spread)
         limit = min(plausible, max(predicted, SLACK * max(kept)))
     return Noise(tuple(samples), limit, plausible, comparisons)
@@ -164,6 +175,30 @@ def t_quantile(probability: float, freedom: int) -> float:
     return sum(term / float(freedom) ** power for power, term in enumerate(terms))
 
 
+def unusual(noise: Sequence[float], warm: Sequence[float]) -> tuple[int, float] | None:
+    """How many of ``warm`` are beyond what is usual of ``noise``, and where that begins.
+
+    None where it is no more than chance gives. Both are the largest differences of answers of the
+    same length.
+    """
+    if not noise or not warm:
+        return None
+    usual = SLACK * max(sorted(noise)[int(USUAL * len(noise))], LEAST)
+    beyond, of_noise = (sum(not one <= usual for one in some) for some in (warm, noise))
+    chance = by_chance(beyond, len(warm), of_noise, len(noise))
+    return (beyond, usual) if chance < FALSE_ALARMS / 2 / SCENARIOS else None
+
+
+def by_chance(some: int, of: int, others: int, of_others: int) -> float:
+    """That ``some`` and no fewer are among ``of``, if all of both are as likely: Fisher, exact."""
+    both = some + others
+    ways = sum(
+        math.comb(of, count) * math.comb(of_others, both - count)
+        for count in range(some, min(of, both) + 1)
+    )
+    return ways / math.comb(of + of_others, both)
+
+
 @dataclass(frozen=True)
 class Judgement:
     """What a scenario says of the server; ``why`` in one line."""
@@ -177,12 +212,14 @@ def judge(
     comparisons: Sequence[Comparison],
     limit: float,
     *,
+    noise: Sequence[float] = (),
     warm: bool = True,
     drafts: bool = False,
 ) -> Judgement:
     """Of all answers of a scenario, and those of them that could be compared.
 
-    What differs by more than ``limit`` is a fault. ``warm``: there should be hits among them;
+    What differs by more than ``limit`` is a fault, and so are more of them beyond what is usual
+    than samples of ``noise``, if there are any. ``warm``: there should be hits among them;
     ``drafts``: and drafts that were accepted, and such as were not.
     """
     worst = max(comparisons, key=lambda each: each.largest, default=None)
@@ -195,6 +232,12 @@ def judge(
             f"{count} of {len(comparisons)} answers are not what they are cold: "
             f"{worst.warm.ask.name} is off by {worst.largest:.3g} at position {at} with "
             f"{worst.warm.cached} tokens cached; noise explains {limit:.2g}",
+        )
+    if often := unusual(noise, [each.largest_of(SHORT) for each in comparisons]):
+        return Judgement(
+            Verdict.FAULT,
+            f"{often[0]} of {len(comparisons)} answers differ by more than {often[1]:.2g} from "
+            "what they are cold, and that is unusual of cold ones",
         )
     if failed:
         return Judgement(

@@ -11,6 +11,8 @@ from enum import StrEnum
 
 Tokens = tuple[int, ...]
 
+#: Tokens that are generated where it does not matter, and of all answers that noise is measured of.
+SHORT = 8
 #: How an answer ends to a turn whose session had another history than it was given.
 OTHER_HISTORY = "other history"
 

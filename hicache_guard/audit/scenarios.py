@@ -13,10 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hicache_guard.audit.facts import Facts
-from hicache_guard.audit.plan import Ask, Leave, Plan, Session, Tokens
+from hicache_guard.audit.plan import SHORT, Ask, Leave, Plan, Session, Tokens
 
-#: Tokens that are generated where it does not matter: more than one page, less than a window.
-SHORT = 8
 #: The first token ids are often special.
 FIRST_TOKEN = 10
 #: Tokens by which the server itself stays below what fits.

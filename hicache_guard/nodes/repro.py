@@ -227,7 +227,7 @@ class Run:
                 if (cold := self.answers.cold(number, answer)) is not None
             ]
             warm = name.endswith(("load-back", "rewrite"))
-            judged = judge.judge(answers, pairs, self.limit, warm=warm)
+            judged = judge.judge(answers, pairs, self.limit, noise=self._samples, warm=warm)
             told = sum((Counter(answer.cached_from) for answer in answers), Counter[str]())
             if name.endswith("load-back") and not judged.verdict.bad and told and not told["host"]:
                 why = "what was cached had not left the device: nothing came from the host"
@@ -250,10 +250,13 @@ class Run:
     @property
     def limit(self) -> float:
         """The largest difference that is no fault."""
-        noted = self.ledger.noted("noise")
-        samples = noted[-1]["samples"] if noted else []
         count = max(1, len(self.workload.checked))
-        return judge.noise(samples, dtype=self.facts.dtype, comparisons=count).limit
+        return judge.noise(self._samples, dtype=self.facts.dtype, comparisons=count).limit
+
+    @property
+    def _samples(self) -> list[float]:
+        noted = self.ledger.noted("noise")
+        return list(noted[-1]["samples"]) if noted else []
 
     def data(self) -> dict[str, Any]:
         """All of the run that a reader needs, as plain data."""

@@ -14,8 +14,8 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from hicache_guard.audit.facts import Facts
-from hicache_guard.audit.plan import Answer, Ask, Leave, Tokens
-from hicache_guard.audit.scenarios import FIRST_TOKEN, SHORT
+from hicache_guard.audit.plan import SHORT, Answer, Ask, Leave, Tokens
+from hicache_guard.audit.scenarios import FIRST_TOKEN
 from hicache_guard.core.errors import ConfigError
 
 #: Whether a request, by its number, was answered since the run was last taken up. A server can
