@@ -26,7 +26,8 @@ import pytest
 from stand_in import Model
 
 from hicache_guard.audit import play
-from hicache_guard.audit.plan import Answer, Ask, Leave, Session
+from hicache_guard.audit.plan import TOO_LATE, Answer, Ask, Leave, Session
+from hicache_guard.audit.scenarios import SCENARIOS
 from hicache_guard.audit.wire import Wire, WireError
 from hicache_guard.cli import main
 
@@ -379,12 +380,41 @@ def test_a_turn_after_one_that_was_left_is_not_judged() -> None:
 
 def test_requests_that_leave_are_answers(model: Model) -> None:
     wire = Wire(model.url, timeout=5)
-    for leave in Leave:
-        for leaves in (0, 3):
-            ask = Ask("one", (1, 2, 3), 8, leave=leave, leaves=leaves)
-            answer = wire.generate(ask, space=f"here-{leave}{leaves}")
-            assert answer.finish == leave.value
-            assert not answer.whole
+    for leave, leaves, finish in (
+        (Leave.ABORT, 0, TOO_LATE),  # the stand-in ends what it has begun
+        (Leave.ABORT, 3, "abort"),
+        (Leave.DISCONNECT, 0, "disconnect"),
+        (Leave.DISCONNECT, 10, "disconnect"),
+        (Leave.DISCONNECT, 11, TOO_LATE),  # it has ten parts
+    ):
+        ask = Ask("one", (1, 2, 3), 8, leave=leave, leaves=leaves)
+        answer = wire.generate(ask, space=f"here-{leave}{leaves}")
+        assert answer.finish == finish
+        assert not answer.whole
+
+
+def _left(finish: str) -> Answer:
+    return Answer(Ask("one", (1,), 8, leave=Leave.ABORT), finish=finish)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "answers", "said"),
+    [
+        ("abort-in-decode", [_left(TOO_LATE), _left(TOO_LATE)], "all 2 requests were over before"),
+        ("disconnect", [_left(TOO_LATE), _left("disconnect")], ""),
+        ("retraction", [Answer(Ask("one", (1,), 8))], "no request was retracted"),
+        ("retraction", [Answer(Ask("one", (1,), 8), retractions=1)], ""),
+        ("load-back", [Answer(Ask("one", (1,), 8), cached_from={"device": 8})], "from the host"),
+        ("load-back", [Answer(Ask("one", (1,), 8), cached_from={"device": 8, "host": 1})], ""),
+        ("load-back", [Answer(Ask("one", (1,), 8))], ""),  # older releases do not tell
+    ],
+)
+def test_what_did_not_happen_was_not_tested(
+    scenario: str, answers: list[Answer], said: str
+) -> None:
+    found = next(one for one in SCENARIOS if one.name == scenario).missed(answers)
+    assert said in found
+    assert bool(said) == bool(found)
 
 
 def test_readings_are_of_the_tokens_given(model: Model) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 from hicache_guard.audit import judge, play, scenarios, shrink
 from hicache_guard.audit.facts import Facts
 from hicache_guard.audit.judge import Comparison, Judgement, Noise, Verdict
-from hicache_guard.audit.plan import Answer, Ask, Plan
+from hicache_guard.audit.plan import SHORT, Answer, Ask, Plan
 from hicache_guard.audit.scenarios import Scenario
 from hicache_guard.audit.wire import NoSessionError, Wire, WireError
 
@@ -31,6 +31,10 @@ COLD = ("cold", "reference", "server")
 
 #: The cold log-probabilities of given tokens after a prompt, from somebody else than the server.
 Reference = Callable[[Sequence[int], Sequence[int]], list[float]]
+
+
+#: Of a scenario that is not over.
+UNDECIDED = Judgement(Verdict.NOT_TESTED, "")
 
 
 class Watcher(Protocol):
@@ -131,7 +135,8 @@ class Auditor:
         for scenario, plan in plans.items():
             if not plan.steps:
                 missing[scenario] = f"its prompts do not fit {self.facts.context} tokens"
-        due = sum(1 for plan in plans.values() for _ in plan.asks())
+        # The noise is of short answers.
+        due = sum(-(-ask.tokens // SHORT) for plan in plans.values() for ask in plan.asks())
         self._cold(audit, due)
         assert audit.noise is not None
         for scenario, why in missing.items():
@@ -148,13 +153,18 @@ class Auditor:
         audit.results.append(result)
         self.watcher.ends(result)
 
-    def _compared(
-        self, plan: Plan, goes_on: Callable[[], None] = lambda: None
-    ) -> tuple[list[Answer], list[Comparison]]:
-        """The answers of a plan, and those that are whole beside their cold readings."""
-        answers = play.play(self.wire, plan, goes_on)
-        pairs = play.read_all(self.wire, answers, goes_on)
-        return answers, [judge.compare(warm, cold) for warm, cold in pairs]
+    def _compare(self, result: Result, goes_on: Callable[[], None] = lambda: None) -> None:
+        """Play the plan of a result, and put answers and comparisons into it as they come."""
+        assert result.plan is not None
+        for answer in play.play(self.wire, result.plan):
+            result.answers.append(answer)
+            goes_on()
+        # In the plan's order, which is that of the noise.
+        places = {ask.name: place for place, ask in enumerate(result.plan.asks())}
+        result.answers.sort(key=lambda answer: places[answer.ask.name])
+        for warm, cold in play.read_all(self.wire, result.answers):
+            result.comparisons.append(judge.compare(warm, cold))
+            goes_on()
 
     def _cold(self, audit: Audit, due: int) -> None:
         """Measure the noise; that cold answers agree with each other, and with the reference."""
@@ -164,6 +174,7 @@ class Auditor:
         steps: list[tuple[Ask, ...]] = []
         while sum(len(step) for step in steps) < SAMPLES:
             count = dice.randint(1, min(SHAPES, max(1, facts.running)))
+            count = min(count, SAMPLES - sum(len(step) for step in steps))
             lengths = [dice.randint(1, 4 * facts.window) for _ in range(count)]
             if facts.chunk and dice.random() < 0.25:
                 lengths[0] = facts.chunk + dice.randint(-2, facts.window)
@@ -171,21 +182,22 @@ class Auditor:
         plan = Plan("cold", self.seed, tuple(steps))
         self.watcher.begins("cold", 2 * SAMPLES)
         # All in one part of the cache: nothing is shared but by accident.
-        answers, comparisons = self._compared(plan, self.watcher.goes_on)
-        if not comparisons:
-            raise WireError(answers[0].error or f"{self.wire.url}: no answer could be compared")
-        audit.noise = judge.noise(
-            [each.largest for each in comparisons], dtype=facts.dtype, comparisons=max(1, due)
-        )
-        found = judge.judge(answers, comparisons, audit.noise.limit, warm=False)
         purpose = "Cold answers against cold readings: the noise of this server"
-        self._add(
-            audit,
-            Result("cold", purpose, found, plan, answers, comparisons, limit=audit.noise.limit,
-                   seconds=time.monotonic() - begun),
+        result = Result("cold", purpose, UNDECIDED, plan)
+        self._compare(result, self.watcher.goes_on)
+        if not result.comparisons:
+            why = next((answer.error for answer in result.answers if answer.error), "no answer")
+            raise WireError(f"{self.wire.url}: nothing could be compared: {why}")
+        audit.noise = judge.noise(
+            [each.largest for each in result.comparisons],
+            dtype=facts.dtype, comparisons=max(1, due),
         )  # fmt: skip
+        result.limit = audit.noise.limit
+        result.judgement = judge.judge(result.answers, result.comparisons, result.limit, warm=False)
+        result.seconds = time.monotonic() - begun
+        self._add(audit, result)
         if self.reference is not None:
-            self._against(audit, answers)
+            self._against(audit, result.answers)
 
     def _against(self, audit: Audit, answers: Sequence[Answer]) -> None:
         """That cold answers are those of the reference: what cold and warm share would not show."""
@@ -216,22 +228,34 @@ class Auditor:
         self.watcher.begins(scenario.name, 2 * count)
         if self.may_flush:
             self.wire.flush()
+        result = Result(scenario.name, scenario.purpose, UNDECIDED, plan, limit=noise.limit)
+        broken = ""
         try:
-            answers, comparisons = self._compared(plan, self.watcher.goes_on)
+            self._compare(result, self.watcher.goes_on)
         except NoSessionError as error:
             untried = Judgement(Verdict.NOT_TESTED, str(error))
             self._add(audit, Result(scenario.name, scenario.purpose, untried))
             return
-        found = judge.judge(
-            answers, comparisons, noise.limit, noise=noise.samples, drafts=scenario.drafts
-        )
-        result = Result(
-            scenario.name, scenario.purpose, found, plan, answers, comparisons, limit=noise.limit
-        )
-        if self.shrink and any(each.largest > noise.limit for each in comparisons):
+        except (WireError, KeyboardInterrupt):
+            broken = f"it broke off: {len(result.comparisons)} of {count} answers were compared"
+            raise
+        finally:
+            if result.answers:
+                result.judgement = self._judged(result, scenario, noise, broken)
+                result.seconds = time.monotonic() - begun
+                self._add(audit, result)
+        if self.shrink and any(each.off > noise.limit for each in result.comparisons):
             result.smallest = self._smallest(result, noise)
-        result.seconds = time.monotonic() - begun
-        self._add(audit, result)
+
+    def _judged(self, result: Result, scenario: Scenario, noise: Noise, broken: str) -> Judgement:
+        """Of a scenario that is ``broken`` off only what is wrong already can be said."""
+        found = judge.judge(
+            result.answers, result.comparisons, noise.limit, noise=noise.samples,
+            missed=scenario.missed(result.answers),
+        )  # fmt: skip
+        if broken and found.verdict is not Verdict.FAULT:
+            return Judgement(Verdict.NOT_TESTED, broken)
+        return found
 
     def _smallest(self, result: Result, noise: Noise) -> Plan | None:
         """The smallest plan found that shows the fault; None where it did not come again."""
@@ -243,9 +267,11 @@ class Auditor:
                 return False
             if self.may_flush:
                 self.wire.flush()
-            return any(each.largest > noise.limit for each in self._compared(plan)[1])
+            tried = Result(result.name, result.purpose, UNDECIDED, plan)
+            self._compare(tried)
+            return any(each.off > noise.limit for each in tried.comparisons)
 
-        worst = max(result.comparisons, key=lambda each: each.largest).warm.ask
+        worst = max(result.comparisons, key=lambda each: each.off).warm.ask
         # Most faults show in what a request and those before it did.
         until_worst = _until(result.plan, worst)
         for plan in (until_worst, result.plan):

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hicache_guard.audit.wire import Wire, WireError
-from hicache_guard.core.errors import GuardError
+from hicache_guard.audit.wire import MALFORMED, Wire, WireError
+from hicache_guard.core.errors import GuardError, printable
 
 #: What is assumed of a model that does not say.
 WINDOW, VOCABULARY, CONTEXT = 128, 1000, 4096
+#: The type of a model that does not say: the coarsest is assumed.
+UNTOLD = "unknown"
 #: Less of these is too little for any prompt that shows something.
 LEAST_CONTEXT, LEAST_VOCABULARY = 256, 100
 
@@ -68,7 +70,7 @@ class Facts:
 
 def _number(*found: Any) -> int:
     """The first that is a positive number, else 0."""
-    return next((int(one) for one in found if isinstance(one, int | float) and one > 0), 0)
+    return next((int(one) for one in found if isinstance(one, int | float) and one >= 1), 0)
 
 
 def _config(folder: str) -> dict[str, Any]:
@@ -81,7 +83,23 @@ def _config(folder: str) -> dict[str, Any]:
 
 
 def ask(wire: Wire, *, window: int | None = None, vocabulary: int | None = None) -> Facts:
-    """What a server is. ``window`` and ``vocabulary`` are for a model that does not say."""
+    """What a server is. ``window`` and ``vocabulary`` are for a model that does not say.
+
+    Raises WireError for what no server says, and UnfitError for one that cannot be audited.
+    """
+    try:
+        found = _asked(wire, window, vocabulary)
+    except MALFORMED as error:
+        raise WireError(
+            f"{wire.url}/server_info: not what SGLang answers there ({error!r})"
+        ) from None
+    plain: dict[str, Any] = {
+        name: printable(one) for name, one in vars(found).items() if isinstance(one, str)
+    }
+    return replace(found, **plain)
+
+
+def _asked(wire: Wire, window: int | None, vocabulary: int | None) -> Facts:
     server = wire.server_info()
     try:
         model = wire.model_info()
@@ -119,6 +137,8 @@ def ask(wire: Wire, *, window: int | None = None, vocabulary: int | None = None)
     mode = str(server.get("disaggregation_mode") or "null").replace("null", "no")
     if mode != "no" and not wire.behind:
         raise UnfitError(f"{wire.url}: a {mode} server of a pair; give the URL of its router")
+    if (dtype := _dtype(server, config)) == UNTOLD:
+        assumed.append("dtype")
     tokens = known("vocabulary", VOCABULARY, vocabulary, config.get("vocab_size"))
     for what, found, least in (
         ("a request has at most", context := min(context, full - page) - page, LEAST_CONTEXT),
@@ -130,7 +150,7 @@ def ask(wire: Wire, *, window: int | None = None, vocabulary: int | None = None)
         version=str(server.get("version") or "unknown"),
         model=folder or "unknown",
         architecture=", ".join(config.get("architectures") or ["unknown"]),
-        dtype=str(_dtype(server, config)),
+        dtype=dtype,
         window=known("window", WINDOW, window, config.get("sliding_window")),
         page=page,
         chunk=known("chunk", 0, server.get("chunked_prefill_size")),
@@ -167,5 +187,5 @@ def _ratio(server: dict[str, Any]) -> float:
 def _dtype(server: dict[str, Any], config: dict[str, Any]) -> str:
     told = server.get("dtype")
     if told in (None, "auto"):
-        told = config.get("dtype") or config.get("torch_dtype") or "unknown"
+        told = config.get("dtype") or config.get("torch_dtype") or UNTOLD
     return {"half": "float16", "float": "float32"}.get(str(told), str(told))

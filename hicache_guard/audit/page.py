@@ -290,7 +290,8 @@ def _facts(data: Data) -> list[tuple[str, str]]:
 
 
 def _false_alarms(noise: Data) -> str:
-    return f"1 in {round(1 / noise['false_alarms']):,} audits of a healthy server"
+    rate = round(1 / noise["false_alarms"])
+    return f"1 in {rate:,} audits of a healthy server, if noise is as assumed"
 
 
 def _date(told: str) -> str:

@@ -15,6 +15,8 @@ Tokens = tuple[int, ...]
 SHORT = 8
 #: How an answer ends to a turn whose session had another history than it was given.
 OTHER_HISTORY = "other history"
+#: How it ends where it was over before its client left.
+TOO_LATE = "too late"
 
 
 class Leave(StrEnum):
@@ -83,7 +85,8 @@ class Answer:
     the generated tokens. ``cached`` tokens of the prompt were not computed. ``finish`` is the
     server's reason, or "abort", "disconnect" and "failed" where there is no whole answer; ``error``
     says why it failed. Of ``unread`` positions the server did not tell. ``prompt_tokens`` is how
-    long the server says that the prompt was, ``drafts`` how many it accepted, and made, for this.
+    long the server says that the prompt was, ``drafts`` how many it accepted, and made, for this,
+    and ``retractions`` how often it was computed again.
     """
 
     ask: Ask
@@ -98,6 +101,7 @@ class Answer:
     unread: tuple[int, ...] = ()
     prompt_tokens: int = 0
     drafts: tuple[int, int] = (0, 0)
+    retractions: int = 0
 
     @property
     def whole(self) -> bool:

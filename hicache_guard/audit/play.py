@@ -8,11 +8,13 @@ behind a token that cold would have been another.
 from __future__ import annotations
 
 import itertools
+import queue
+import threading
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 from hicache_guard.audit.plan import OTHER_HISTORY, Answer, Ask, Plan
 from hicache_guard.audit.wire import Wire, WireError, session_id
@@ -29,22 +31,39 @@ def space(what: str) -> str:
     return f"{OURS}{_RUN}-{what}-{next(_numbers)}"
 
 
-def play(wire: Wire, plan: Plan, told: Callable[[], None] = lambda: None) -> list[Answer]:
-    """The answers of a plan, in its order; ``told`` hears of each."""
+def play(wire: Wire, plan: Plan) -> Iterator[Answer]:
+    """The answers of a plan, as they come."""
     here = space(plan.scenario)
     answers: dict[str, Answer] = {}
-    with _sessions(wire, plan, here), ThreadPoolExecutor(_widest(plan)) as pool:
+    with _sessions(wire, plan, here):
         for step in plan.steps:
             asks = [_whole(ask, answers) for ask in step]
-            for future in [pool.submit(wire.generate, ask, space=here) for ask in asks]:
-                answer = _checked(future.result(), answers)
-                answers[answer.ask.name] = answer
-                told()
-    return list(answers.values())
+            for answer in _together([partial(wire.generate, ask, space=here) for ask in asks]):
+                checked = _checked(answer, answers)
+                answers[checked.ask.name] = checked
+                yield checked
 
 
-def _widest(plan: Plan) -> int:
-    return max((len(step) for step in plan.steps), default=1)
+def _together(calls: Sequence[Callable[[], Answer]]) -> Iterator[Answer]:
+    """What some calls return, at the same time, as it comes.
+
+    Nobody waits for them who is interrupted: a server that hangs can keep them for minutes.
+    """
+    found: queue.SimpleQueue[Answer | BaseException] = queue.SimpleQueue()
+
+    def make(call: Callable[[], Answer]) -> None:
+        try:
+            found.put(call())
+        except BaseException as error:
+            found.put(error)
+
+    for call in calls:
+        threading.Thread(target=make, args=(call,), daemon=True).start()
+    for _ in calls:
+        one = found.get()
+        if isinstance(one, BaseException):
+            raise one
+        yield one
 
 
 @contextmanager
@@ -102,15 +121,10 @@ def reread(wire: Wire, answer: Answer, *, rid: str = "") -> Answer:
     return found
 
 
-def read_all(
-    wire: Wire, answers: Iterable[Answer], told: Callable[[], None] = lambda: None
-) -> list[tuple[Answer, Answer]]:
-    """Each whole answer with its cold reading, but such as nothing was told of."""
-    pairs = []
+def read_all(wire: Wire, answers: Iterable[Answer]) -> Iterator[tuple[Answer, Answer]]:
+    """Each whole answer with its cold reading, as it comes; but such as nothing was told of."""
     for answer in answers:
         if answer.whole:
             cold = reread(wire, answer)
             if len(cold.unread) < len(cold.output):
-                pairs.append((answer, cold))
-            told()
-    return pairs
+                yield answer, cold

@@ -8,12 +8,12 @@ have taken its place.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from hicache_guard.audit.facts import Facts
-from hicache_guard.audit.plan import SHORT, Ask, Leave, Plan, Session, Tokens
+from hicache_guard.audit.plan import SHORT, TOO_LATE, Answer, Ask, Leave, Plan, Session, Tokens
 
 #: The first token ids are often special.
 FIRST_TOKEN = 10
@@ -63,14 +63,14 @@ class Writer:
 class Scenario:
     """``needs`` says why a server cannot be tried with it, or nothing.
 
-    ``drafts``: without drafts, both accepted and rejected, it has tested nothing.
+    ``missed`` says of the answers why they show nothing of what they were to show, or nothing.
     """
 
     name: str
     purpose: str
     write: Callable[[Writer], None]
     needs: Callable[[Facts], str] = lambda _facts: ""
-    drafts: bool = False
+    missed: Callable[[Sequence[Answer]], str] = lambda _answers: ""
 
     def plan(self, facts: Facts, seed: int) -> Plan:
         writer = Writer(facts, random.Random(f"{self.name} {seed}"))
@@ -205,7 +205,8 @@ def _retraction(make: Writer) -> None:
     length = min(make.longest, int(facts.full_pool * 0.8 / count))
     tokens = int(facts.full_pool * 0.35 / count)
     prompts = [make.tokens(length) for _ in range(count)]
-    make.step(*(make.ask(prompt, tokens) for prompt in prompts))
+    # Room for all of an answer is kept where it is known not to end before.
+    make.step(*(make.ask(prompt, tokens, ignore_eos=False) for prompt in prompts))
     make.step(*(make.ask(prompt + make.tokens(2)) for prompt in prompts))
 
 
@@ -312,6 +313,29 @@ def _churn(make: Writer) -> None:
         make.step(*asks)
 
 
+def _no_drafts(answers: Sequence[Answer]) -> str:
+    accepted, made = (sum(answer.drafts[part] for answer in answers) for part in (0, 1))
+    if 0 < accepted < made:
+        return ""
+    return f"no draft was {'rejected' if accepted else 'accepted'}, of {made:,}"
+
+
+def _all_too_late(answers: Sequence[Answer]) -> str:
+    left = [answer for answer in answers if answer.ask.leave is not None]
+    if any(answer.finish != TOO_LATE for answer in left):
+        return ""
+    return f"all {len(left)} requests were over before their clients left"
+
+
+def _none_retracted(answers: Sequence[Answer]) -> str:
+    return "" if any(answer.retractions for answer in answers) else "no request was retracted"
+
+
+def _none_from_host(answers: Sequence[Answer]) -> str:
+    told = [answer.cached_from for answer in answers if answer.cached_from]
+    return "nothing came from the host" if told and not any(one.get("host") for one in told) else ""
+
+
 def _hierarchical(facts: Facts) -> str:
     return "" if facts.hierarchical != "no" else "the server has no hierarchical cache"
 
@@ -336,17 +360,21 @@ SCENARIOS = (
         "speculation", "What is guessed well and badly, around the edge of the window",
         _speculative,
         lambda facts: "" if facts.speculative != "no" else "the server does not speculate",
-        drafts=True,
+        missed=_no_drafts,
     ),
     Scenario("sampling", "Sampled answers, and such as end when they like", _sampling),
     Scenario(
         "abort-in-prefill", "A request is aborted while its prompt is computed",
-        _leaving(Leave.ABORT, 0),
+        _leaving(Leave.ABORT, 0), missed=_all_too_late,
     ),
     Scenario(
-        "abort-in-decode", "A request is aborted after some tokens", _leaving(Leave.ABORT, 5)
+        "abort-in-decode", "A request is aborted after some tokens",
+        _leaving(Leave.ABORT, 5), missed=_all_too_late,
     ),
-    Scenario("disconnect", "A client hangs up after some tokens", _leaving(Leave.DISCONNECT, 3)),
+    Scenario(
+        "disconnect", "A client hangs up after some tokens",
+        _leaving(Leave.DISCONNECT, 3), missed=_all_too_late,
+    ),
     Scenario(
         "full-pressure", "The full pool runs over: prefixes are evicted and come again",
         _full_pressure,
@@ -361,10 +389,11 @@ SCENARIOS = (
         "retraction", "More is wanted than the pool has: requests are retracted and computed again",
         _retraction,
         _too_large(lambda facts: facts.full_pool, lambda facts: facts.context // 3),
+        _none_retracted,
     ),
     Scenario(
         "load-back", "Prefixes come back from the host while others are written; it runs over",
-        _load_back, _hierarchical,
+        _load_back, _hierarchical, _none_from_host,
     ),
     Scenario("churn", "Long random traffic of all of that over recycled pages", _churn),
 )  # fmt: skip

@@ -54,7 +54,7 @@ class Live:
 
 def show(data: dict[str, Any], console: Console) -> None:
     """The end of an audit: the table, the noise, the verdict."""
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("scenario", "verdict"):
         table.add_column(name, no_wrap=True)
     for name in ("requests", "hits", "cached", "max |Δ|", "mean |Δ|"):

@@ -15,13 +15,15 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from http.client import HTTPException
 from typing import Any
+from urllib.parse import urlsplit
 
 import requests
 import urllib3
 
-from hicache_guard.audit.plan import Answer, Ask, Leave, Session
-from hicache_guard.core.errors import GuardError
+from hicache_guard.audit.plan import TOO_LATE, Answer, Ask, Leave, Session
+from hicache_guard.core.errors import GuardError, printable
 
 #: Likeliest tokens asked for at each position.
 TOP = 5
@@ -31,16 +33,22 @@ DIES_OF_TOP = ("0.5.12", "0.5.12.post1")
 TRIES, PAUSE = 3, 0.5
 #: Seconds to be connected, and those after which a session that nobody uses ends.
 CONNECT, SESSION = 5.0, 300.0
+#: How much of an answer is read at once, and the most that it may have, in bytes.
+PART, MOST_BYTES = 1 << 16, 1 << 28
 #: Statuses of a server, or of a router before it, that takes no more requests now.
 BUSY = (429, 503)
 _NOBODY = "nobody answers, or the line was cut"
+
+
+#: What goes wrong with numbers, lists and names of somebody else's.
+MALFORMED = (LookupError, TypeError, ValueError, AttributeError, OverflowError)
 
 
 class WireError(GuardError):
     """The server did not answer, or not as the API says; ``status`` is HTTP's, if any."""
 
     def __init__(self, said: str, status: int | None = None) -> None:
-        super().__init__(said)
+        super().__init__(printable(said))
         self.status = status
 
 
@@ -63,7 +71,16 @@ class Wire:
     """
 
     def __init__(self, url: str, *, key: str | None = None, timeout: float = 120.0) -> None:
-        self.url = url.rstrip("/")
+        try:
+            parts = urlsplit(url.rstrip("/"))
+            good = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:
+            good = False
+        if not good:
+            raise WireError(f"{url}: not a URL such as http://127.0.0.1:30000")
+        self._auth = (parts.username, parts.password or "") if parts.username else None
+        #: Without a user and a password, as others may read it.
+        self.url = f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
         self.timeout = timeout
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._local = threading.local()
@@ -76,6 +93,7 @@ class Wire:
             session = self._local.session = requests.Session()
             session.trust_env = False  # a proxy is never meant for the server under audit
             session.headers.update(self._headers)
+            session.auth = self._auth
         return session
 
     def _send(
@@ -95,23 +113,44 @@ class Wire:
             raise kind(f"{self.url}{path}: {why}") from None
         except (requests.RequestException, ValueError) as error:
             raise WireError(f"{self.url}{path}: {error}") from None
-        if answer.status_code in (401, 403):
-            answer.close()
-            raise WireError(
-                f"{self.url}{path}: the API key is missing or wrong (--api-key)", answer.status_code
-            )
-        if answer.status_code != 200:
-            said = answer.text[:200].strip().replace("\n", " ")
-            why = f"{self.url}{path}: status {answer.status_code}: {said}"
-            if answer.status_code in BUSY:
-                raise RefusedError(why, answer.status_code)
-            raise WireError(why, answer.status_code)
-        return answer
+        if answer.status_code == 200:
+            return answer
+        with answer:
+            if answer.status_code in (401, 403):
+                why = f"{self.url}{path}: the API key is missing or wrong (--api-key)"
+                raise WireError(why, answer.status_code)
+            said = b""
+            with suppress(LostError):
+                said = next(self._parts(answer, patience), b"")
+        text = said[:200].decode(errors="replace").strip()
+        why = f"{self.url}{path}: status {answer.status_code}: {text}"
+        if answer.status_code in BUSY:
+            raise RefusedError(why, answer.status_code)
+        raise WireError(why, answer.status_code)
+
+    def _parts(self, answer: requests.Response, patience: float) -> Iterator[bytes]:
+        """What comes of an answer, until ``patience`` is over after it began."""
+        until, size = time.monotonic() + patience, 0
+        try:
+            while part := answer.raw.read1(PART, decode_content=True):
+                yield part
+                size += len(part)
+                if time.monotonic() > until:
+                    raise LostError(f"{answer.url}: the answer does not end within {patience:g} s")
+                if size > MOST_BYTES:
+                    raise WireError(f"{answer.url}: the answer is longer than {MOST_BYTES:,} bytes")
+        except (urllib3.exceptions.HTTPError, HTTPException, OSError) as error:
+            raise LostError(f"{answer.url}: the answer broke off: {error}") from None
+
+    def _told(self, method: str, path: str, patience: float | None = None, **options: Any) -> bytes:
+        """A whole answer."""
+        patience = self.timeout if patience is None else patience
+        with self._send(method, path, patience, stream=True, **options) as answer:
+            return b"".join(self._parts(answer, patience))
 
     def _json(self, method: str, path: str, **options: Any) -> Any:
-        answer = self._send(method, path, **options)
         try:
-            return answer.json()
+            return json.loads(self._told(method, path, **options))
         except (ValueError, RecursionError):
             raise WireError(f"{self.url}{path}: the answer is not JSON") from None
 
@@ -134,7 +173,7 @@ class Wire:
     def healthy(self) -> bool:
         """Whether the server is up."""
         try:
-            self._send("GET", "/health")
+            self._told("GET", "/health")
         except WireError:
             return False
         return True
@@ -159,7 +198,7 @@ class Wire:
         try:
             rows = self._read("/workers")["workers"]
             found = [(str(row["url"]), str(row["worker_type"])) for row in rows]
-        except (LookupError, TypeError):
+        except MALFORMED:
             raise WireError(f"{self.url}/workers: not what SGLang's router answers there") from None
         if not found:
             raise WireError(f"{self.url}: a router without servers")
@@ -170,7 +209,7 @@ class Wire:
         """Empty the cache; a server that has requests under way is asked again."""
         for _ in range(TRIES * 10):
             try:
-                self._send("POST", "/flush_cache")
+                self._told("POST", "/flush_cache")
             except WireError as error:
                 said = error
             else:
@@ -192,7 +231,7 @@ class Wire:
     def close_session(self, name: str) -> None:
         """Close a session; that there is none is no fault."""
         with suppress(WireError):
-            self._send("POST", "/close_session", json={"session_id": name})
+            self._told("POST", "/close_session", CONNECT, json={"session_id": name})
 
     def generate(self, ask: Ask, *, space: str) -> Answer:
         """Ask for tokens; ``space`` is the part of the cache that may be used.
@@ -232,15 +271,19 @@ class Wire:
         if ask.leave is Leave.ABORT and ask.leaves == 0:
             timer = threading.Timer(0.02, self.abort, [rid])
             timer.start()
+            finish = Leave.ABORT.value
             try:
-                self._json("POST", "/generate", json=wanted)
+                meta = _meta(self._json("POST", "/generate", json=wanted), self.url)
+                reason = meta.get("finish_reason")
+                if isinstance(reason, dict) and reason.get("type") != "abort":
+                    finish = TOO_LATE
             except WireError as error:
                 # Some releases answer an abort with a status.
-                if error.status is None and isinstance(error, RefusedError | LostError):
+                if error.status is None:
                     raise
             finally:
                 timer.join()
-            return Answer(ask, finish="abort")
+            return Answer(ask, finish=finish)
         return self._left(ask, rid, wanted)
 
     def _left(self, ask: Ask, rid: str, wanted: dict[str, Any]) -> Answer:
@@ -252,19 +295,20 @@ class Wire:
                     "POST", "/generate", 0.03, json=wanted | {"stream": True}, stream=True
                 ).close()
             return Answer(ask, finish="disconnect")
+        came = 0
         with self._send("POST", "/generate", json=wanted | {"stream": True}, stream=True) as stream:
-            for count, _ in enumerate(_events(stream), start=1):
-                if count == ask.leaves:
+            for came, _ in enumerate(_events(self._parts(stream, self.timeout)), start=1):
+                if came == ask.leaves:
                     if ask.leave is Leave.DISCONNECT:
                         break
                     self.abort(rid)
-        return Answer(ask, finish=ask.leave.value)
+        return Answer(ask, finish=ask.leave.value if came >= ask.leaves else TOO_LATE)
 
     def abort(self, rid: str) -> None:
         """End a request; that it is over already is no fault. A router does not pass it on."""
         for wire in [worker.wire for worker in self.behind] or [self]:
             with suppress(WireError):
-                wire._send("POST", "/abort_request", json={"rid": rid})
+                wire._told("POST", "/abort_request", json={"rid": rid})
 
     def reread(
         self, prompt: Sequence[int], output: Sequence[int], *, space: str, rid: str = ""
@@ -285,13 +329,13 @@ class Wire:
             found = Answer(
                 Ask("reread", tuple(prompt), len(output)),
                 tuple(output),
-                tuple(float(row[0]) for row in rows),
+                tuple(_number(row[0]) for row in rows),
                 tuple(_top(row) for row in tops),
                 int(meta["cached_tokens"]),
                 finish="reread",
                 unread=unread,
             )
-        except (KeyError, TypeError, IndexError, ValueError) as error:
+        except MALFORMED as error:
             raise WireError(
                 f"{self.url}/generate: not what SGLang answers there ({error!r})"
             ) from None
@@ -342,14 +386,17 @@ def _timed(answer: Answer, seconds: float) -> Answer:
     return replace(answer, seconds=seconds)
 
 
-def _events(stream: requests.Response) -> Iterator[Any]:
-    """The parts of a streamed answer."""
-    try:
-        for line in stream.iter_lines():
-            if line.startswith(b"data: ") and line != b"data: [DONE]":
-                yield json.loads(line[6:])
-    except (requests.RequestException, ValueError, RecursionError) as error:
-        raise LostError(f"a streamed answer broke off: {error}") from None
+def _events(parts: Iterator[bytes]) -> Iterator[Any]:
+    """The events of a streamed answer."""
+    left = b""
+    for part in parts:
+        *lines, left = (left + part).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                try:
+                    yield json.loads(line[6:])
+                except (ValueError, RecursionError) as error:
+                    raise LostError(f"a streamed answer broke off: {error}") from None
 
 
 def _unconnected(error: requests.RequestException) -> bool:
@@ -362,7 +409,7 @@ def _unconnected(error: requests.RequestException) -> bool:
 
 
 def _top(row: Any) -> dict[int, float]:
-    return {int(token): float(logprob) for logprob, token, *_ in row or ()}
+    return {int(token): _number(logprob) for logprob, token, *_ in row or ()}
 
 
 def _meta(found: Any, url: str) -> dict[str, Any]:
@@ -370,6 +417,11 @@ def _meta(found: Any, url: str) -> dict[str, Any]:
     if not isinstance(meta, dict):
         raise WireError(f"{url}/generate: not what SGLang answers there")
     return meta
+
+
+def _number(logprob: Any) -> float:
+    """SGLang tells null of what is no number."""
+    return math.nan if logprob is None else float(logprob)
 
 
 def _drafts(meta: dict[str, Any], which: str) -> int:
@@ -388,17 +440,18 @@ def _answer(ask: Ask, found: Any, url: str) -> Answer:
         answer = Answer(
             ask,
             tuple(int(row[1]) for row in rows),
-            tuple(float(row[0]) for row in rows),
+            tuple(_number(row[0]) for row in rows),
             tuple(_top(row) for row in meta.get("output_top_logprobs") or ()),
             int(meta["cached_tokens"]),
             {name: int(part) for name, part in details.items() if isinstance(part, int)},
             reason,
             prompt_tokens=int(meta.get("prompt_tokens") or 0),
             drafts=(_drafts(meta, "correct"), _drafts(meta, "proposed")),
+            retractions=int(meta.get("num_retractions") or 0),
         )
-    except (KeyError, TypeError, IndexError, ValueError) as error:
+    except MALFORMED as error:
         raise WireError(f"{url}/generate: not what SGLang answers there ({error!r})") from None
     if reason == "abort":
         said = meta["finish_reason"].get("message") or "the server aborted it"
-        return Answer(ask, finish="abort", error=str(said)[:200])
+        return Answer(ask, finish="abort", error=printable(str(said))[:200])
     return answer

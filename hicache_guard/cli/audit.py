@@ -9,13 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from hicache_guard import checkouts, children
 from hicache_guard.audit import facts, summary
@@ -29,12 +30,27 @@ from hicache_guard.core.errors import ConfigError
 from hicache_guard.core.matches import TRACE_VAR, read_trace
 from hicache_guard.core.modes import Mode
 from hicache_guard.embedded import faults, models, reference
-from hicache_guard.embedded.server import ATTENTION, DYING, Server, free_port
+from hicache_guard.embedded.server import (
+    ATTENTION,
+    DYING,
+    SPECULATIVE,
+    Server,
+    ServerError,
+    free_port,
+    last_error,
+)
 
 #: Exit statuses: a fault was found; the audit could not be made, or not to its end.
 FAULT, COULD_NOT = 1, 2
 #: Tokens of a chunk of the embedded server: less than most prompts have.
 CHUNK = 128
+#: Options that are none of a server that runs, or that is launched.
+EMBEDDED = (
+    "release", "checkout", "model", "page_size", "pool", "hicache", "attention", "speculative",
+    "fault", "guard",
+)  # fmt: skip
+#: Instead of a key.
+HIDDEN = "HIDDEN"
 _SCENARIOS = {scenario.name: scenario for scenario in SCENARIOS}
 
 
@@ -59,6 +75,9 @@ def audit(
         str, typer.Option(help="Embedded: none, write_through or write_back.")
     ] = "none",
     attention: Annotated[str, typer.Option(help=f"Embedded: {', '.join(ATTENTION)}.")] = "triton",
+    speculative: Annotated[
+        str, typer.Option(help=f"Embedded: none, {' or '.join(SPECULATIVE)}.")
+    ] = "none",
     fault: Annotated[
         str | None,
         typer.Option(
@@ -111,21 +130,28 @@ def audit(
         raise ConfigError(
             f"unexpected {context.args[0]!r}; arguments of a server follow --launch --"
         )
+    if url is not None or launch:
+        for name in EMBEDDED:
+            source = context.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                option = name.replace("_", "-")
+                raise ConfigError(f"--{option} is of the embedded server, and another is audited")
     if html is not None and not html.absolute().parent.is_dir():
         raise ConfigError(f"--html {html}: there is no folder {html.absolute().parent}")
+    if html is not None and html.is_dir():
+        raise ConfigError(f"--html {html}: a folder; give the name of a file")
+    if keep.exists() and not keep.is_dir():
+        raise ConfigError(f"--keep {keep}: not a folder")
     job = _Job(_chosen(only), seed, shrink, window, vocabulary, html, keep, as_json)
     if url is not None:
-        if not url.startswith(("http://", "https://")):
-            raise ConfigError(f"--url {url}: it should begin with http:// or https://")
+        wire = Wire(url, key=api_key, timeout=timeout)
         for file in trace or ():
             read_trace(file)  # or the whole audit would be for nothing
-        return job.run(
-            Wire(url, key=api_key, timeout=timeout), may_flush=flush, traces=lambda: trace or []
-        )
+        return job.run(wire, may_flush=flush, traces=lambda: trace or [])
     if trace:
         raise ConfigError("--trace is for --url: what is started here traces into --keep")
     keep.mkdir(parents=True, exist_ok=True)
-    ours = keep.absolute() / "trace.jsonl"
+    ours = keep.absolute() / "hicache-guard-trace.jsonl"
     for old in keep.glob(ours.name + "*"):
         old.unlink()
 
@@ -143,23 +169,34 @@ def audit(
         raise ConfigError(f"--fault {fault}: choose one of {', '.join(faults.FAULTS)}")
     if fault is not None and faults.FAULTS[fault].needs_host and hicache == "none":
         raise ConfigError(f"--fault {fault} needs a host tier: add --hicache write_through")
+    if fault is not None and faults.FAULTS[fault].needs_drafts and speculative == "none":
+        raise ConfigError(f"--fault {fault} needs drafts: add --speculative ngram")
+    if pool - 2 * page_size < facts.LEAST_CONTEXT:
+        raise ConfigError(f"--page-size {page_size}: --pool {pool} has too few such pages")
     server = Server(
         checkouts.require(release) if checkout is None else _checkout(checkout),
         model,
         page_size=page_size,
         max_total_tokens=pool,
-        chunked_prefill_size=CHUNK,
+        chunked_prefill_size=-(-CHUNK // page_size) * page_size,
         hicache=None if hicache == "none" else hicache,
         # A stock one reads full slots of the window pool, and dies beyond its end: C16.
         swa_ratio=1.0 if attention.endswith("stock") else None,
         attention=attention,
+        speculative=None if speculative == "none" else speculative,
         guard=guard,
-        arguments={"enable_streaming_session": True},
+        # That it takes in more than it can hold, or it would never retract.
+        arguments={"enable_streaming_session": True, "schedule_conservativeness": 0.1},
         environment=(faults.environment(fault) if fault else {})
         | ({TRACE_VAR: str(ours)} if mode is not Mode.OFF else {}),
         folder=keep / "server",
     )
-    with server:
+    try:
+        server.start()
+    except ServerError as error:
+        raise ConfigError(f"the server {str(error).splitlines()[0]}") from None
+    with ExitStack() as stack:
+        stack.callback(server.stop)
 
         def cold(prompt: Sequence[int], output: Sequence[int]) -> list[float]:
             rows = reference.logprobs(server.model, [*prompt, *output])[len(prompt) - 1 :]
@@ -197,30 +234,65 @@ class _Job:
         """
         console = Console(stderr=self.as_json, highlight=False)
         known = facts.ask(wire, window=self.window, vocabulary=self.vocabulary)
-        console.print(
+        plans = [one.plan(known, self.seed) for one in self.chosen if not one.needs(known)]
+        server = (
             f"{wire.url}: SGLang {known.version}, {known.architecture}, window {known.window}, "
             f"page {known.page}, pools of {known.full_pool:,} and {known.window_pool:,} tokens"
+        )
+        console.print(escape(server))
+        console.print(
+            f"{sum(1 for plan in plans for _ in plan.asks()):,} requests, "
+            f"{sum(plan.prompt_tokens for plan in plans):,} tokens of prompts, and all again cold"
         )
         live = summary.Live(console)
         with live.progress:
             auditor = Auditor(wire, known, live, self.seed, may_flush, self.shrink, cold, ended)
             found = auditor.run(self.chosen)
-        data = as_data(found, shlex.join(["hicache-guard", *sys.argv[1:]]))
+        data = as_data(found, _command(wire.url))
         if files := traces():
             data["trace"] = traced(files)
-        for row in data["scenarios"]:
-            if row["smallest"] is not None:
-                self.keep.mkdir(parents=True, exist_ok=True)
-                (self.keep / row["smallest"]["name"]).write_text(row["smallest"]["program"])
-        if self.html is not None:
-            self.html.write_text(page(data), encoding="utf-8")
         if self.as_json:
-            print(json_module.dumps(data))
+            print(json_module.dumps(data), flush=True)
         else:
             summary.show(data, console)
+        unwritten = self._write(data)
+        for said in unwritten:
+            print(f"hicache-guard: {said}", file=sys.stderr)
         if found.verdict.bad:
             return FAULT
-        return COULD_NOT if found.broken or found.verdict is Verdict.NOT_TESTED else 0
+        undecided = found.broken or unwritten or found.verdict is Verdict.NOT_TESTED
+        return COULD_NOT if undecided else 0
+
+    def _write(self, data: dict[str, Any]) -> list[str]:
+        """The programs and the page; what could not be written."""
+        small = [row["smallest"] for row in data["scenarios"] if row["smallest"] is not None]
+        files = {self.keep / each["name"]: each["program"] for each in small}
+        files |= {} if self.html is None else {self.html: page(data)}
+        unwritten = []
+        for file, text in files.items():
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, encoding="utf-8")
+            except OSError as error:
+                unwritten.append(f"{file}: {error.strerror}")
+        return unwritten
+
+
+def _command(url: str) -> str:
+    """How this was called, without what nobody else may read."""
+    words = [*sys.argv[1:]]
+    for place, word in enumerate(words):
+        name, _, value = word.partition("=")
+        if name.endswith("api-key"):
+            words[place] = f"{name}={HIDDEN}" if value else name
+        if name == "--url":
+            words[place] = f"--url={url}" if value else name
+        before = words[place - 1] if place else ""
+        if before.endswith("api-key"):
+            words[place] = HIDDEN
+        if before == "--url":
+            words[place] = url
+    return shlex.join(["hicache-guard", *words])
 
 
 def _chosen(only: list[str] | None) -> list[Scenario]:
@@ -274,8 +346,8 @@ def _launched(
             while not wire.healthy():
                 if process.poll() is not None:
                     raise ConfigError(
-                        f"the server ended with status {process.returncode} before it answered; "
-                        f"see {log}"
+                        f"the server ended with status {process.returncode} before it answered, "
+                        f"see {log}: {last_error(log) or 'no error is told'}"
                     )
                 if time.monotonic() > limit:
                     raise ConfigError(f"the server was not ready after {patience:g} s; see {log}")
@@ -298,7 +370,8 @@ class _Launched:
         """Why it runs no more, in one line; nothing while it does."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(DYING)
-            return f"the server ended with status {self.process.returncode}; see {self.log}"
+            status, said = self.process.returncode, last_error(self.log) or "no error is told"
+            return f"the server ended with status {status}, see {self.log}: {said}"
         return ""
 
 

@@ -110,6 +110,9 @@ def serve(
     hicache_ratio: Annotated[float, typer.Option(help="Host slots for each full slot.")] = 2.0,
     attention: Annotated[str, typer.Option(help=", ".join(replacements.ATTENTION))] = "triton",
     tree: Annotated[str, typer.Option(help="default or unified.")] = "default",
+    speculative: Annotated[
+        str | None, typer.Option(help="ngram, or (with pages of one token) ngram-tree.")
+    ] = None,
     overlap: Annotated[
         bool, typer.Option(help="Whether the scheduler overlaps with passes.")
     ] = True,
@@ -133,6 +136,7 @@ def serve(
         hicache_ratio=hicache_ratio,
         attention=attention,
         tree=tree,
+        speculative=speculative,
         overlap=overlap,
         guard=guard,
         arguments=dict(_argument(one) for one in argument or []),

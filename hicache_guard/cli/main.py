@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+import traceback
 from typing import NoReturn
 
 import typer
@@ -26,9 +27,10 @@ from hicache_guard.cli import (
     repro,
     trace,
 )
-from hicache_guard.core.errors import GuardError
+from hicache_guard.core.errors import GuardError, printable
 
-_INTERRUPTED = 130
+#: Exit statuses: of Ctrl-C, and of a fault of our own, which is none of a server (sysexits.h).
+_INTERRUPTED, _OURS = 130, 70
 
 app = typer.Typer(
     name="hicache-guard",
@@ -76,12 +78,18 @@ def run() -> None:
     except OSError as error:
         # Nobody reads, or there is no room for it; what is left must not be tried at exit again.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-        _complain(f"cannot go on: {error.strerror or error}")
+        where = f"{error.filename}: " if error.filename else ""
+        _complain(f"cannot go on: {where}{error.strerror or error}")
+    except SystemExit as ended:  # rich's way of telling that nobody reads
+        if isinstance(ended.__context__, BrokenPipeError):
+            sys.exit(2)
+        raise
     except Exception as error:
         # typer brings its own copy of click, so a usage error is known by what it can do
-        if not hasattr(error, "format_message"):
-            raise
-        _complain(error.format_message() or "run hicache-guard --help")
+        if hasattr(error, "format_message"):
+            _complain(error.format_message() or "run hicache-guard --help")
+        traceback.print_exc()
+        sys.exit(_OURS)
     if status == _INTERRUPTED:  # typer's way of telling of Ctrl-C
         _say_interrupted()
     sys.exit(status if isinstance(status, int) else 0)
@@ -93,7 +101,7 @@ def _say_interrupted() -> NoReturn:
 
 
 def _complain(complaint: str) -> NoReturn:
-    print(f"hicache-guard: {' '.join(complaint.split())}", file=sys.stderr)
+    print(f"hicache-guard: {printable(complaint)}", file=sys.stderr)
     sys.exit(2)
 
 

@@ -79,13 +79,13 @@ class Contents:
         self._prints = torch.full((pages,), UNKNOWN, dtype=torch.int64, device=device)
 
     def _pages(self, slots: torch.Tensor) -> torch.Tensor:
-        """The page (int64) of every ``page_size``-th slot; the first one for what is outside."""
+        """The page (int64) of every ``page_size``-th slot; the first or last of all outside."""
         return self._page_of(slots[:: self.page_size])
 
     def _page_of(self, slots: torch.Tensor) -> torch.Tensor:
         known = to_device(slots, self._prints.device).to(torch.int64)
-        pages = known.div(self.page_size, rounding_mode="floor")
-        return torch.where((pages < 0) | (pages >= self._prints.shape[0]), 0, pages)
+        within = known.clamp(0, self._prints.shape[0] * self.page_size - 1)
+        return within.div(self.page_size, rounding_mode="floor")
 
     def write(self, slots: torch.Tensor, found: torch.Tensor | int) -> None:
         """The pages of ``slots`` hold what ``found`` says, a print a page or one for all."""

@@ -8,6 +8,12 @@ if TYPE_CHECKING:
     from hicache_guard.core.report import Violation
 
 
+def printable(said: str) -> str:
+    """What somebody else said, in one line that does nothing to a terminal."""
+    line = " ".join(said.split())
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in line)
+
+
 class GuardError(Exception):
     """Base of all our exceptions."""
 

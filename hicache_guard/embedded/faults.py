@@ -39,7 +39,8 @@ Faulty = Callable[..., Any]
 class Fault:
     """``strikes`` makes what replaces the ``methods`` of ``classes``, each time a server starts.
 
-    ``release`` is one that has these; ``needs_host`` a server with a host tier.
+    ``release`` is one that has these; ``needs_host`` a server with a host tier, ``needs_drafts``
+    one that speculates.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Fault:
     methods: tuple[str, ...]
     strikes: Callable[[], Faulty]
     needs_host: bool = False
+    needs_drafts: bool = False
     release: str = "0.5.23"
 
 
@@ -289,6 +291,34 @@ def _tail_not_loaded() -> Faulty:
     return load
 
 
+def _drafts_freed() -> Faulty:
+    due = Every(5)
+
+    def process_batch_result(
+        original: Original, scheduler: Any, batch: Any, *a: Any, **k: Any
+    ) -> Any:
+        rows = [_row(scheduler, batch, place).clone() for place in range(len(batch.reqs))]
+        found = original(scheduler, batch, *a, **k)
+        allocator = scheduler.token_to_kv_pool_allocator
+        size = max(1, allocator.page_size)
+        for req, row in zip(batch.reqs, rows, strict=True):
+            if batch.forward_mode.is_decode() and not req.finished():
+                start = -(-req.kv.kv_committed_len // size) * size
+                drafts = row[start : req.kv.kv_allocated_len]
+                if len(drafts) and due():
+                    allocator.free_swa(drafts)
+        return found
+
+    return process_batch_result
+
+
+def _drafts_left() -> Faulty:
+    def move_kv_cache(_original: Original, pool: Any, to: Any, source: Any) -> None:
+        pool.full_kv_pool.move_kv_cache(to, source)
+
+    return move_kv_cache
+
+
 _ALLOCATOR = ("SWATokenToKVPoolAllocator",)
 
 FAULTS = {
@@ -365,6 +395,16 @@ FAULTS = {
                                   "sglang.srt.mem_cache.memory_pool_host"),
             ("MHATokenToKVPoolHost",), ("load_to_device_per_layer",), _tail_not_loaded,
             needs_host=True,
+        ),
+        Fault(
+            "drafts-freed", "window slots of drafts are freed while their request goes on",
+            "slots of rejected drafts freed too early", *_SCHEDULER, ("process_batch_result",),
+            _drafts_freed, needs_drafts=True,
+        ),
+        Fault(
+            "drafts-left", "window KV of accepted drafts stays where rejected ones lay before it",
+            "accepted drafts not moved", ("sglang.srt.mem_cache.swa_memory_pool",),
+            ("SWAKVPool",), ("move_kv_cache",), _drafts_left, needs_drafts=True,
         ),
     )
 }  # fmt: skip

@@ -22,7 +22,7 @@ from typing import Any
 
 import wrapt
 
-from hicache_guard.embedded import transfer
+from hicache_guard.embedded import speculation, transfer
 
 #: Say in the environment which of ``ATTENTION``, and which module of models, is asked for.
 ATTENTION_VAR, MODELS_VAR = "HICACHE_EMBEDDED_ATTENTION", "HICACHE_EMBEDDED_MODELS"
@@ -56,7 +56,7 @@ class Replacement:
 
 # -- processes and imports -----------------------------------------------------------------------
 
-KERNELS = ("sgl_kernel", "sgl_kernel.kvcacheio")
+KERNELS = ("sgl_kernel", "sgl_kernel.kvcacheio", "sgl_kernel.speculative")
 MOONCAKE = ("mooncake", "mooncake.engine")
 
 
@@ -115,14 +115,31 @@ def _no_cuda(torch: Any) -> None:
 
 
 def _attended(
-    q: Any, keys: Any, values: Any, scale: float, *, window: int, sinks: Any, cap: float
+    q: Any,
+    keys: Any,
+    values: Any,
+    scale: float,
+    *,
+    window: int,
+    sinks: Any,
+    cap: float,
+    drafts: Any = None,
+    depths: bool = False,
 ) -> Any:
-    """What the last ``len(q)`` of ``len(keys)`` tokens see: those up to ``window`` before each."""
+    """What the last ``len(q)`` of ``len(keys)`` tokens see: those up to ``window`` before each.
+
+    ``drafts``, where they are a tree, says which of themselves these see; bool (len(q), len(q)).
+    The window of one is counted from its index among them or, as it is in a text, its ``depths``.
+    """
     import torch
 
-    own = torch.arange(len(keys) - len(q), len(keys))[:, None]
-    other = torch.arange(len(keys))[None, :]
+    known, place = len(keys) - len(q), torch.arange(len(keys))
+    if depths and drafts is not None:
+        place[known:] = known + drafts.sum(dim=1) - 1
+    own, other = place[known:, None], place[None, :]
     seen = (other <= own) & (own - other <= (window if window >= 0 else len(keys)))
+    if drafts is not None:
+        seen[:, known:] &= drafts
     grouped = q.reshape(len(q), keys.shape[1], -1, q.shape[2])
     scores = torch.einsum("qhgd,khd->hgqk", grouped, keys.to(q.dtype)) * scale
     if cap:
@@ -186,7 +203,7 @@ def extend_attention(
     indices: Any,
     mask: Any,
     causal: bool,
-    _mask_at: Any,
+    mask_at: Any,
     _longest: Any,
     _k_scale: Any,
     _v_scale: Any,
@@ -194,21 +211,26 @@ def extend_attention(
     sliding_window_size: int = -1,
     sinks: Any = None,
     logit_cap: float = 0.0,
+    depths: bool = False,
     **options: Any,
 ) -> None:
     import torch
 
     _refuse_others(options)
-    assert mask is None, "no drafts"
     assert causal, "no encoder"
     bounds = starts.tolist()
+    masks = None if mask is None else _rows(mask_at, mask)
     scaled = scale or 1 / math.sqrt(q.shape[-1])
     for row, slots in enumerate(_rows(indptr, indices)):
         new = slice(bounds[row], bounds[row + 1])
+        count = bounds[row + 1] - bounds[row]
         keys, values = torch.cat([k[slots], new_k[new]]), torch.cat([v[slots], new_v[new]])
+        # Of a mask the kernel reads what is about the new tokens: the end of each line.
+        drafts = None if masks is None else masks[row].view(count, -1)[:, -count:].bool()
         out[new] = _attended(
-            q[new], keys, values, scaled, window=sliding_window_size, sinks=sinks, cap=logit_cap
-        )
+            q[new], keys, values, scaled,
+            window=sliding_window_size, sinks=sinks, cap=logit_cap, drafts=drafts, depths=depths,
+        )  # fmt: skip
 
 
 def around(cls: Any, name: str, by: Callable[..., Any]) -> None:
@@ -227,6 +249,14 @@ def _triton_kernels(module: Any) -> None:
         original(backend, *args, **kwargs)
         backend.decode_attention_fwd = decode_attention
         backend.extend_attention_fwd = extend_attention
+
+    around(module.TritonAttnBackend, "__init__", made)
+
+
+def _draft_windows(module: Any) -> None:
+    def made(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> None:
+        original(backend, *args, **kwargs)
+        backend.extend_attention_fwd = functools.partial(backend.extend_attention_fwd, depths=True)
 
     around(module.TritonAttnBackend, "__init__", made)
 
@@ -294,6 +324,17 @@ def _torch_native(module: Any) -> None:
         around(cls, name, noted)
     around(cls, "_run_sdpa_forward_extend", extend)
     around(cls, "_run_sdpa_forward_decode", decode)
+
+
+# -- speculative decoding ------------------------------------------------------------------------
+
+
+def _draft_operations(module: Any) -> None:
+    vars(module).update(speculation.OPERATIONS)
+
+
+def _whole_masks(module: Any) -> None:
+    module._is_cpu = False
 
 
 # -- HiCache -------------------------------------------------------------------------------------
@@ -458,6 +499,22 @@ TABLE = (
         make=absent_operations,
     ),
     Replacement(
+        "drafts",
+        "sgl_kernel's operations on trees of drafts, in torch",
+        "they are compiled for a CPU nowhere but in its own wheels",
+        when="speculative decoding",
+        modules=KERNELS,
+        make=_draft_operations,
+    ),
+    Replacement(
+        "whole masks",
+        "_is_cpu, of the n-gram worker: masks of drafts are made as for a GPU",
+        "those that it makes on a CPU are for AMX's attention, and Triton's would misread them",
+        when="speculative decoding",
+        modules=("sglang.srt.speculative.ngram_worker",),
+        make=_whole_masks,
+    ),
+    Replacement(
         "streams",
         "torch.cpu.Stream.synchronize, and query",
         "HiCache waits for its streams, and those of torch.cpu lack the two",
@@ -522,6 +579,16 @@ TABLE = (
         modules=("sglang.srt.layers.attention.triton_backend",),
         make=_triton_kernels,
         attention=("triton", "triton-uneven"),
+    ),
+    Replacement(
+        "windows of drafts",
+        "extend_attention_fwd: the window of a draft is counted from its depth in the tree",
+        "the kernel counts it from the draft's index, in 0.5.23, so that a draft beside others "
+        "sees too few tokens, and what it was accepted with is not what a prefill computes",
+        when="speculative decoding, attention triton; triton-uneven leaves it as it is",
+        modules=("sglang.srt.layers.attention.triton_backend",),
+        make=_draft_windows,
+        attention=("triton",),
     ),
     Replacement(
         "even windows",

@@ -29,7 +29,7 @@ from hicache_guard.core.modes import ENV_VAR, Mode
 from hicache_guard.embedded import models, replacements
 from hicache_guard.embedded.replacements import ATTENTION
 
-__all__ = ["ATTENTION", "HICACHE", "TREES", "Server", "ServerError"]
+__all__ = ["ATTENTION", "HICACHE", "SPECULATIVE", "TREES", "Server", "ServerError"]
 
 _SHIM = Path(__file__).parent / "shim"
 #: Lines of a log that tell why a server did not start, the most of each, and seconds to end in.
@@ -45,12 +45,18 @@ TREES: dict[str, dict[str, str]] = {
 }
 #: When HiCache writes to the host.
 HICACHE = ("write_through", "write_through_selective", "write_back")
+#: Where drafts come from, and how a server is asked for them: what was answered before tells how
+#: a text may go on; in a chain of drafts, or (with pages of one token) a tree of them.
+SPECULATIVE: dict[str, dict[str, Any]] = {
+    "ngram": {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 1},
+    "ngram-tree": {"speculative_algorithm": "NGRAM", "speculative_ngram_max_bfs_breadth": 4},
+}
 #: Halves of a server whose prefill and decode are disaggregated.
 ROLES = ("prefill", "decode")
 
 
 #: How Python ends what it says of an error, and how we begin.
-_ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt)\b|hicache-guard: ")
+_ERROR = re.compile(r"[\w.]+(Error|Exception|Interrupt|Violation)\b|hicache-guard: ")
 
 
 class ServerError(GuardError):
@@ -74,6 +80,7 @@ class Server:
         hicache_size: int = 0,
         attention: str = "triton",
         tree: str = "default",
+        speculative: str | None = None,
         overlap: bool = True,
         guard: str = "off",
         role: str | None = None,
@@ -93,6 +100,10 @@ class Server:
         _one_of("tree", tree, TREES)
         if hicache is not None:
             _one_of("hicache", hicache, HICACHE)
+        if speculative is not None:
+            _one_of("speculative", speculative, SPECULATIVE)
+            if ATTENTION[attention] != "triton":
+                raise ConfigError(f"attention {attention} knows no drafts; choose triton")
         if role is not None:
             _one_of("role", role, ROLES)
         mode = Mode.parse(guard)
@@ -137,6 +148,7 @@ class Server:
             "sleep_on_idle": True,
             **({} if swa_ratio is None else {"swa_full_tokens_ratio": swa_ratio}),
             **({} if hicache is None else _hicache(hicache, hicache_ratio, hicache_size)),
+            **({} if speculative is None else SPECULATIVE[speculative]),
             **({} if role is None else _disaggregated(role, self.bootstrap)),
             **(arguments or {}),
         }
@@ -185,11 +197,11 @@ class Server:
         return ServerError("\n".join([said, *self._lines()[-_TOLD:]]))
 
     def _lines(self) -> list[str]:
-        return [line[:_WIDTH] for line in self.log.read_text(errors="replace").splitlines()]
+        return _lines(self.log)
 
     def last_error(self) -> str:
         """The last error that its log tells, in one line; nothing where it tells none."""
-        return next((line for line in reversed(self._lines()) if _ERROR.match(line)), "")
+        return last_error(self.log)
 
     def wait(self) -> None:
         """Until it ends by itself: raises ServerError with the end of the log."""
@@ -275,6 +287,15 @@ class Server:
     def flush(self) -> None:
         """Forget every prefix. Raises ServerError where a request still runs."""
         self.ask("/flush_cache", {})
+
+
+def last_error(log: Path) -> str:
+    """The last error that a log tells, in one line; nothing where it tells none."""
+    return next((line for line in reversed(_lines(log)) if _ERROR.match(line)), "")
+
+
+def _lines(log: Path) -> list[str]:
+    return [line[:_WIDTH] for line in log.read_text(errors="replace").splitlines()]
 
 
 def _one_of(name: str, value: str, choices: Collection[str]) -> None:
