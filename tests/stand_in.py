@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -35,7 +36,7 @@ class Model(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.known: dict[str, list[list[int]]] = {}
-        self.asked, self.after, self.fails = 0, 10**9, ""
+        self.asked, self.after, self.fails, self.hangs = 0, 10**9, "", 5.0
         self.flushed = 0
         self.key: str | None = None
         self.tells_keys_apart = True
@@ -116,7 +117,15 @@ class Handler(BaseHTTPRequestHandler):
         elif failing == "cuts":
             self.connection.close()
         elif failing == "hangs":
-            time.sleep(5)
+            time.sleep(self.server.hangs)
+        elif failing == "drips":
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            with suppress(OSError):
+                for _ in range(100):
+                    self.wfile.write(b" ")
+                    time.sleep(0.1)
         elif failing == "500":
             self._send(b"Traceback (most recent call last):\n  boom", 500)
         elif failing == "garbage":

@@ -425,3 +425,166 @@ def test_readings_are_of_the_tokens_given(model: Model) -> None:
     assert again.logprobs == answer.logprobs
     with pytest.raises(WireError, match="nobody answers"):
         Wire("http://127.0.0.1:9").reread((1,), (2,), space="x")
+
+
+# -- what is found stays found, and nothing else gets out ------------------------------------------
+
+
+@pytest.mark.parametrize("after", [112, 118, 124], ids=["reading again", "later", "shrinking"])
+def test_a_fault_that_is_proven_is_kept(model: Model, audit: Command, after: int) -> None:
+    """The server dies while answers are read again, or while they are made few.
+
+    Mutations: a result is kept only once all of it is read; only once it is as small as can be.
+    """
+    model.wrong, model.fails, model.after = True, "dies", after
+    done = audit()
+    assert done.returncode == 1, done.stderr
+    found = json.loads(done.stdout)
+    assert found["verdict"] == "fault"
+    assert "nobody answers" in done.stdout
+    row = next(row for row in found["scenarios"] if row["name"] == "shared-prefix")
+    assert row["verdict"] == "fault"
+    assert row["largest"] == pytest.approx(1)
+
+
+def test_what_broke_off_without_a_fault_is_not_tested(model: Model, audit: Command) -> None:
+    model.fails, model.after = "dies", 112
+    done = audit()
+    assert done.returncode == 2
+    rows = {row["name"]: row for row in json.loads(done.stdout)["scenarios"]}
+    assert rows["shared-prefix"]["verdict"] == "not tested"
+    assert "it broke off: " in rows["shared-prefix"]["why"]
+
+
+def test_who_hangs_is_not_waited_for(model: Model, tmp_path: Path) -> None:
+    """Ctrl-C while four requests hang. Mutation: threads that are joined: 30 s."""
+    model.fails, model.after, model.hangs = "hangs", 100, 30.0
+    program = [sys.executable, "-P", "-m", "hicache_guard.cli.main", "audit", "--url", model.url]
+    program += ["--window", "16", "--keep", str(tmp_path), "--json", "--only", "together"]
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        while model.asked <= model.after:
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        told, errors = process.communicate(timeout=15)
+    assert process.returncode == 2, errors
+    assert json.loads(told)["broken"] == "interrupted"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"version": "[red]x[/nope]\x1b[31m\x1b]0;title\x07\nline"},
+        {"internal_states": [1]},
+        {"internal_states": [{"memory_usage": "x"}]},
+        {"page_size": math.inf},
+        {"swa_full_tokens_ratio": math.nan},
+        {"hicache_ratio": math.nan, "enable_hierarchical_cache": True},
+        {"model_path": ["x"], "dtype": {"y": 1}},
+    ],
+)
+def test_nothing_that_a_server_says_of_itself_is_a_traceback(
+    model: Model, audit: Command, told: dict[str, Any]
+) -> None:
+    model.info |= told
+    done = audit("--only", "shared-prefix")
+    assert done.returncode in (0, 2)
+    assert "Traceback" not in done.stderr
+    assert "\x1b]" not in done.stderr
+    assert "\x1b[31m" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cached_tokens": math.inf}, {"cached_tokens": "x"}, {"cached_tokens_details": [1]},
+        {"output_token_logprobs": [[-1.0, 1e400, None]] * 8}, {"output_token_logprobs": "x"},
+        {"output_token_logprobs": [[{}, 1, None]]}, {"finish_reason": "abort"},
+        {"output_top_logprobs": 5},
+    ],
+)  # fmt: skip
+def test_nothing_that_a_server_answers_is_a_traceback(
+    model: Model, audit: Command, change: dict[str, Any]
+) -> None:
+    model.bend = lambda meta: meta.update(change)
+    done = audit()
+    assert done.returncode == 2
+    assert "not what SGLang answers there" in json.loads(done.stdout)["broken"]
+
+
+def test_null_is_no_number(model: Model) -> None:
+    """A server writes its NaN as null. Mutation: only a float is one."""
+
+    def bend(meta: dict[str, Any]) -> None:
+        meta["output_token_logprobs"][0][0] = None
+
+    model.bend = bend
+    answer = Wire(model.url).generate(Ask("one", (5, 6, 7), 4), space="here")
+    assert not answer.error
+    assert math.isnan(answer.logprobs[0])
+
+
+def test_keys_and_passwords_go_nowhere(model: Model, audit: Command, tmp_path: Path) -> None:
+    """Neither into the page, the data nor a program that shows a fault."""
+    model.wrong, model.key = True, None
+    page, url = tmp_path / "page.html", model.url.replace("http://", "http://user:s3cret@")
+    for words in (["--api-key", "s3cret"], ["--api-key=s3cret"]):
+        done = audit("--url", url, "--html", str(page), *words)
+        assert done.returncode == 1
+        kept = [file.read_text() for file in (tmp_path / "kept").iterdir()]
+        assert kept
+        for text in (done.stdout, done.stderr, page.read_text(), *kept):
+            assert "s3cret" not in text
+
+
+@pytest.mark.parametrize(("option", "there"), [("--html", "folder"), ("--keep", "file")])
+def test_where_nothing_can_be_written_is_said_before(
+    model: Model, command: Command, tmp_path: Path, option: str, there: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    done = command("--url", model.url, option, str(tmp_path / there))
+    assert done.returncode == 2
+    assert f"{option} {tmp_path / there}: " in done.stderr
+    assert model.asked == 0
+
+
+def test_a_full_disk_hides_no_fault(model: Model, audit: Command) -> None:
+    model.wrong = True
+    done = audit("--html", "/dev/full", "--no-shrink")
+    assert done.returncode == 1
+    assert "/dev/full: No space left on device" in done.stderr
+    assert json.loads(done.stdout)["verdict"] == "fault"
+    model.wrong = False
+    assert audit("--html", "/dev/full").returncode == 2
+
+
+@pytest.mark.parametrize("option", [["--fault", "shifted"], ["--guard", "nope"], ["--pool", "600"]])
+@pytest.mark.parametrize("server", [["--url", "http://127.0.0.1:9"], ["--launch"]])
+def test_what_is_of_the_embedded_server_is_of_no_other(
+    command: Command, server: list[str], option: list[str]
+) -> None:
+    done = command(*server, *option)
+    assert done.returncode == 2
+    assert f"{option[0]} is of the embedded server" in done.stderr
+
+
+def test_an_answer_that_never_ends_is_given_up(model: Model) -> None:
+    """A byte now and then. Mutation: a limit for each part only."""
+    model.fails, model.after = "drips", 0
+    with pytest.raises(WireError, match="does not end within 1 s"):
+        Wire(model.url, timeout=1).attempt(Ask("one", (1, 2, 3), 4), space="here")
+
+
+def test_our_own_faults_are_no_faults_of_a_server(
+    model: Model, audit: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit status 1 is for those."""
+
+    def broken(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(main.audit, "as_data", broken)
+    done = audit()
+    assert done.returncode == 70
+    assert "ZeroDivisionError" in done.stderr
