@@ -584,7 +584,7 @@ def test_our_own_faults_are_no_faults_of_a_server(
     def broken(*_: Any) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(main.audit, "as_data", broken)
+    monkeypatch.setattr("hicache_guard.cli.audit.as_data", broken)
     done = audit()
     assert done.returncode == 70
     assert "ZeroDivisionError" in done.stderr
