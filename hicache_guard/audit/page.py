@@ -174,8 +174,8 @@ def _found(data: Data) -> tuple[str, str, str]:
         return (
             "no hits",
             "No hits: the cache is not used where it should be.",
-            f"In {missed} {of_tested}, prompts that had just been cached were computed again from "
-            "their first token. No answer was wrong; what the cache should save is paid for again.",
+            f"In {missed} {of_tested}, prompts that had just been cached were computed again, "
+            "most of them or most of each. No answer was wrong; what the cache should save is paid for again.",
         )
     warm = [one for one in tested if not one["cold"]]
     hits = sum(one["hits"] for one in warm)
@@ -208,6 +208,8 @@ def _fault(data: Data, tested: Sequence[Data], of_tested: str) -> tuple[str, str
     warm = [one for one in wrong if not one["cold"]]
     if not wrong:
         failed = sum(len(one["failed"]) for one in faults)
+        if not failed:
+            return ("Fault: the answers are not what was asked for.", f"{faults[0]['why']}.")
         return (
             "Fault: the server fails requests.",
             f"{_many(failed, 'request')} failed in {len(faults)} {of_tested}. The answers that "
@@ -240,19 +242,23 @@ def _besides(faults: Sequence[Data], wrong: Sequence[Data], warm: Sequence[Data]
     if len(wrong) > len(warm):
         said += " Cold answers are off too: look at those first."
     if len(faults) > len(wrong):
-        said += f" In {len(faults) - len(wrong)} more, requests failed."
+        said += f" {len(faults) - len(wrong)} more are at fault for another reason."
     return said
 
 
 def _verdict(data: Data, scenarios: Sequence[Data]) -> str:
     kind, headline, meaning = _found(data)
     if data["broken"]:
-        meaning = (
-            f"Nothing can be said of what was left. Until then: {headline} {meaning}"
-            if kind != "not tested"
-            else "No answer had come from the cache by then: there is no verdict on it."
-        )
-        kind, headline = "broken", f"The audit could not be finished: {data['broken']}"
+        unfinished = f"The audit could not be finished: {data['broken']}"
+        if kind in ("fault", "no hits"):
+            meaning = f"{meaning} {unfinished}"
+        else:
+            meaning = (
+                f"Nothing can be said of what was left. Until then: {headline} {meaning}"
+                if kind != "not tested"
+                else "No scenario was over by then: there is no verdict on the cache."
+            )
+            kind, headline = "broken", unfinished
     untested = [one["name"] for one in scenarios if one["verdict"] == "not tested"]
     note = f'<p class="note">Not tested: {_text(", ".join(untested))}.</p>' if untested else ""
     long = " long" if len(headline) > 80 else ""
