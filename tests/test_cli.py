@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,22 @@ def test_doctor_without_sglang_says_what_there_is(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "checks on a CPU" in done.stdout
     assert done.stderr.startswith("hicache-guard: no SGLang to import")
+
+
+def test_version_is_that_of_the_package() -> None:
+    for argument in ("version", "--version"):
+        assert _run(argument).stdout.strip() == metadata.version("hicache-guard")
+
+
+def test_that_nobody_reads_is_no_fault_of_a_server() -> None:
+    """Exit status 1 is a fault. Mutation: rich's own way out, which is 1."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "hicache_guard.cli.main", "releases", "list"],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+    )
+    os.close(writer)
+    assert done.returncode == 2, done.stderr
+    assert b"Traceback" not in done.stderr

@@ -175,7 +175,8 @@ def _found(data: Data) -> tuple[str, str, str]:
             "no hits",
             "No hits: the cache is not used where it should be.",
             f"In {missed} {of_tested}, prompts that had just been cached were computed again, "
-            "most of them or most of each. No answer was wrong; what the cache should save is paid for again.",
+            "most of them or most of each. No answer was wrong; what the cache should save is paid "
+            "for again.",
         )
     warm = [one for one in tested if not one["cold"]]
     hits = sum(one["hits"] for one in warm)

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -34,7 +34,6 @@ _INTERRUPTED, _OURS = 130, 70
 
 app = typer.Typer(
     name="hicache-guard",
-    help="Make SGLang prove each prefix-cache hit on hybrid sliding-window models.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -54,10 +53,25 @@ app.command("trace")(trace.trace)
 app.command("dashboard")(dashboard.dashboard)
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+) -> None:
+    """Make SGLang prove each prefix-cache hit on hybrid sliding-window models."""
+
+
 @app.command()
 def version() -> None:
     """Print the version."""
-    print(__version__)
+    _print_version(True)
 
 
 def run() -> None:
