@@ -107,6 +107,14 @@ if is_window_layer and forward_batch.encoder_lens is None:
     return o
 """
 
+#: How much KV of a turn was computed is on the request, from 0.5.19 on on its KV record. The end of
+#: the turn has one token more, unless a verify that computes it was launched meanwhile.
+_COMPUTED_ONLY = """
+clock = req if hasattr(req, "kv_committed_len") else req.kv
+if clock.mamba_pool_idx is None:
+    target = min(target, clock.kv_committed_len)
+"""
+
 BACKPORTS: tuple[Patch, ...] = (
     Patch(
         name="tail-clears-mapping",
@@ -531,5 +539,37 @@ BACKPORTS: tuple[Patch, ...] = (
             ),
         ),
         affects=_RELEASES,
+    ),
+    Patch(
+        name="session-last-token",
+        kind="backport",
+        reports=(),
+        summary="Let a streaming session go on from what was computed",
+        fault=(
+            "with drafts, a streaming session takes the last token of a turn for cached where no "
+            "verify that computes its KV follows: without overlap, and from 0.5.22 on with "
+            "overlap at the end of a turn by length"
+        ),
+        cases=("session_after_drafts", "session_after_drafts_at_a_page"),
+        reason=(
+            "A verify gives one token more than it computes KV of; the next verify computes that,\n"
+            "if there is one. After the end of a turn there is none without overlap, with overlap\n"
+            "none where a grammar has results processed first, nor, from 0.5.22 on, where the\n"
+            "end by length is foreseen. Since #28754 a streaming session took the token for\n"
+            "cached where it has a slot, as it has with drafts. The next turn read what a wrong\n"
+            "draft, or an earlier owner, had left there.\n\n"
+            "The session now goes on from the KV that the request counts as computed.\n\n"
+            "Cost: where a verify did compute it, the next turn computes this token again.\n"
+            "Sessions with Mamba state are as before: nothing here says which token that is at."
+        ),
+        targets=(
+            Target(
+                "StreamingSession.try_cache_finished_req",
+                (Insert(_COMPUTED_ONLY, "after", Find("assign", target="target")),),
+            ),
+        ),
+        needs=("StreamingSession._trim_overshoot",),
+        affects=_span("0.5.15", "0.5.23"),
+        clear=_span("0.5.12", "0.5.14"),
     ),
 )

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from hicache_guard.repro import cases, fused_store, worker
+from hicache_guard.repro import cases, fused_store, scheduling, worker
 from hicache_guard.repro.outcomes import NotInThisRelease, WrongSlot
 from hicache_guard.repro.pools import Bench, allocator_classes, build, decode, extend, quiet, slots
 from hicache_guard.repro.prefix_tree import PrefixTree
@@ -349,6 +349,194 @@ def native_full_layers() -> Bench:
     return bench
 
 
+class Turns:
+    """A streaming session on a real tree; every slot holds the token whose KV was put there last.
+
+    ``repro/scheduling.py`` runs the release's own functions. The forward pass is stood in for, and
+    so is what a verify allocates and accepts: slots for all that is guessed, which the request
+    keeps, and as much more computed KV as there are tokens.
+    """
+
+    def __init__(self, page_size: int) -> None:
+        from sglang.srt.session.session_controller import Session
+
+        self.server = scheduling.Server(
+            scheduling.Release(),
+            "unified",
+            page_size=page_size,
+            window=64,
+            full_pages=96 // page_size,
+            window_pages=96 // page_size,
+            longest=96,
+        )
+        self.bench = Bench(self.server.allocator)
+        self.session = Session(1 << 20, streaming=True)
+        self.text: list[int] = []
+        self.req: Any = None
+
+    def turn(self, tokens: range) -> int:
+        """A turn's prompt is computed, and a token comes out. Returns what was found cached."""
+        server = self.server
+        self.text += tokens
+        self.req = req = server.request(f"turn from {tokens[0]}", self.text)
+        req.session = self.session
+        self.bench.do("a turn begins", lambda: server.match(req))
+        server.lock(req)
+        found = server.prefix_length(req)
+        if found:
+            self._read(found)
+        server.extend([req], [server.plan(req, len(self.text))])
+        self._compute(found, self.text[found:])
+        server.cache_unfinished(req, chunked=False)
+        self.say(self.text[-1] + 100)
+        return found
+
+    def decode(self) -> None:
+        """A step without drafts, up to its result."""
+        self.server.decode([self.req])
+        self._compute(len(self.text) - 1, self.text[-1:])
+
+    def verify(self, *guesses: int) -> None:
+        """A step with drafts, up to its result."""
+        server, allocated = self.server, self.server.allocated(self.req)
+        missing = len(self.text) + len(guesses) - allocated
+        if missing > 0:
+            last = int(server.row(self.req)[-1])
+            allocate = functools.partial(
+                extend, server.allocator, missing, prefix=allocated, last=last
+            )
+            got = self.bench.do("slots for guesses", allocate)
+            row = scheduling.field(self.req, "req_pool_idx")
+            server.rows.write((row, slice(allocated, allocated + missing)), got.to(torch.int32))
+            self._grow("kv_allocated_len", missing)
+        self._compute(len(self.text) - 1, [self.text[-1], *guesses])
+
+    def accept(self, *guesses: int) -> None:
+        """The result of a verify: these guesses were right, and a token comes after them."""
+        self._grow("kv_committed_len", len(guesses) + 1)
+        self.say(*guesses, len(self.text) + 500)
+
+    def say(self, *tokens: int) -> None:
+        self.text += tokens
+        self.req.output_ids.extend(tokens)
+
+    def end(self, *, given: int | None = None) -> None:
+        """The turn ends, after all its tokens or the first ``given`` of them."""
+        if given is not None:
+            del self.text[given - len(self.req.output_ids) :]
+            self.req.finished_len = given
+        row = self.server.row(self.req)
+        self.bench.do("the turn ends", lambda: self.server.finish(self.req))
+        self.bench.holds["session"] = row[: len(self.text)]
+        self.bench.look()
+
+    def note(self, **fields: Any) -> None:
+        """Set fields of the request, or of its KV record."""
+        for name, value in fields.items():
+            setattr(self.req if hasattr(self.req, name) else self.req.kv, name, value)
+
+    def _grow(self, name: str, more: int) -> None:
+        self.note(**{name: scheduling.field(self.req, name) + more})
+
+    def _kept(self, count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The keys of each side, and where those of the session's first tokens are."""
+        row = self.server.rows.req_to_token[scheduling.field(self.req, "req_pool_idx")]
+        full = row[:count].to(torch.int64)
+        pool = self.server.allocator.get_kvcache()
+        window = self.server.allocator.translate_loc_from_full_to_swa(full).to(torch.int64)
+        return [(pool.get_key_buffer(1), full), (pool.get_key_buffer(0), window)]
+
+    def _compute(self, start: int, tokens: list[int]) -> None:
+        for keys, at in self._kept(start + len(tokens)):
+            keys[at[start:]] = torch.tensor(tokens, dtype=keys.dtype)[:, None, None]
+
+    def _read(self, count: int) -> None:
+        for keys, at in self._kept(count):
+            got = keys[at][:, 0, 0].to(torch.int64).tolist()
+            if got != self.text[:count]:
+                raise WrongSlot(f"a turn reads KV of {got}, not of {self.text[:count]}")
+
+
+def _session_after_drafts(page_size: int) -> Bench:
+    """No verify follows the one that ends a turn, so nobody computes the turn's last token."""
+    turns = Turns(page_size)
+    turns.turn(range(1, 7))
+    turns.verify(31, 32, 33)
+    turns.accept(31)
+    turns.end()
+    turns.turn(range(40, 43))
+    turns.verify(51, 52, 53)
+    turns.accept(51, 52, 53)
+    turns.end()
+    turns.turn(range(60, 63))
+    turns.end()
+    return turns.bench
+
+
+def session_after_drafts() -> Bench:
+    return _session_after_drafts(1)
+
+
+def session_after_drafts_at_a_page() -> Bench:
+    """The last token of the first turn is alone on its page."""
+    return _session_after_drafts(4)
+
+
+def sessions_whose_last_token_is_known() -> Bench:
+    """A turn's last token was computed, or has no slot. Only after drafts it may be computed again.
+
+    Mutation seen to fail here: the patch keeps a token less than is computed.
+    """
+    for page_size in (1, 4):
+        turns = Turns(page_size)
+        turns.turn(range(1, 7))
+        turns.end()  # after the prompt
+        found = [turns.turn(range(10, 13))]
+        turns.decode()
+        turns.say(21)
+        turns.end()  # without overlap: the 21 has no slot
+        found.append(turns.turn(range(30, 33)))
+        turns.decode()
+        turns.say(41)
+        turns.decode()  # with overlap: the next step was on its way
+        turns.end()
+        found.append(turns.turn(range(50, 53)))
+        turns.verify(61, 62, 63)
+        turns.accept(61, 62, 63)
+        turns.end(given=3)  # a stop inside of what was accepted
+        found.append(turns.turn(range(70, 73)))
+        turns.verify(81, 82, 83)
+        turns.accept(81)
+        turns.verify(84, 85, 86)  # with overlap: the 81 and what came after it are computed
+        turns.end()
+        turns.turn(range(90, 93))
+        turns.end()
+        if found != [6, 11, 17, 23]:
+            raise AssertionError(f"turns go on from {found}")
+    return turns.bench
+
+
+def session_with_mamba_state() -> Bench:
+    """It goes on from the last token of a turn, as before. Mutation: it is not left alone."""
+    from sglang.srt.session.streaming_session import StreamingSession
+
+    if "target" not in StreamingSession.try_cache_finished_req.__code__.co_varnames:
+        raise NotInThisRelease("a session takes over what its requests count, whatever it is")
+    turns = Turns(1)
+    turns.turn(range(1, 7))
+    turns.verify(31, 32, 33)
+    turns.accept(31)
+    turns.verify(34, 35, 36)  # with overlap: the next step was on its way
+    turns.note(mamba_pool_idx=torch.tensor(1))
+    turns.end()
+    found = turns.turn(range(40, 43))
+    if found != 9:
+        raise AssertionError(f"a turn goes on from {found}")
+    turns.note(mamba_pool_idx=None)
+    turns.end()
+    return turns.bench
+
+
 FAULTS: dict[str, Callable[[], Bench]] = {
     run.__name__: run
     for run in (
@@ -367,6 +555,10 @@ FAULTS: dict[str, Callable[[], Bench]] = {
         native_window_layers_reach,
         native_window_layers_see,
         native_full_layers,
+        session_after_drafts,
+        session_after_drafts_at_a_page,
+        sessions_whose_last_token_is_known,
+        session_with_mamba_state,
     )
 }
 

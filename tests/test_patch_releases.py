@@ -38,10 +38,15 @@ _ALL = {
     "decode-needs-both-sides",
     "native-window-layers",
 }
-_TO_16 = {*_ALL, "backup-holds-mapping"}
-_TO_14 = {*_TO_16, "locked-prefix-kept", "locked-prefix-kept-unified"}
+_TO_14 = {
+    *_ALL,
+    "backup-holds-mapping",
+    "locked-prefix-kept",
+    "locked-prefix-kept-unified",
+}
 _TO_13 = {*_TO_14, "partial-free-clears-page"}
-_FROM_20 = {*_ALL, "segment-free-of-nothing"}
+_FROM_15 = {*_ALL, "session-last-token"}
+_FROM_20 = {*_FROM_15, "segment-free-of-nothing"}
 NEEDED = {
     "0.5.12": {
         *_TO_13,
@@ -54,12 +59,12 @@ NEEDED = {
     "0.5.13": _TO_13,
     "0.5.13.post1": _TO_13,
     "0.5.14": _TO_14,
-    "0.5.15": _TO_16,
-    "0.5.15.post1": _TO_16,
-    "0.5.16": _TO_16,
-    "0.5.17": _ALL,
-    "0.5.18": {*_ALL, "queued-window-free"},
-    "0.5.19": _ALL,
+    "0.5.15": {*_FROM_15, "backup-holds-mapping"},
+    "0.5.15.post1": {*_FROM_15, "backup-holds-mapping"},
+    "0.5.16": {*_FROM_15, "backup-holds-mapping"},
+    "0.5.17": _FROM_15,
+    "0.5.18": {*_FROM_15, "queued-window-free"},
+    "0.5.19": _FROM_15,
     "0.5.20": _FROM_20,
     "0.5.21": _FROM_20,
     "0.5.22": _FROM_20,
