@@ -163,11 +163,19 @@ def test_no_hit_where_hits_were_due_is_said_as_loudly() -> None:
     ],
 )
 def test_few_hits_are_no_hits(cached: list[int], said: str | None) -> None:
-    """Mutations: any hit is enough; requests not counted; tokens not counted."""
+    """Mutations: any hit is enough; tokens not counted."""
     answers = [answer(-1.0, due=64, cached=count) for count in cached]
     found = judge.judge(answers, [compared(0.0, cached=1)], QUIET)
     assert (found.verdict is Verdict.NO_HITS) == (said is not None)
     assert said is None or said in found.why
+
+
+def test_one_long_hit_makes_no_others_good() -> None:
+    """Most of the tokens that were due were found, by one of three. Mutation: only tokens count."""
+    answers = [answer(-1.0, due=1000, cached=1000), *[answer(-1.0, due=64)] * 2]
+    found = judge.judge(answers, [compared(0.0, cached=1)], QUIET)
+    assert found.verdict is Verdict.NO_HITS
+    assert "1 of 3 requests found 1,000 of the 1,128 tokens" in found.why
 
 
 @pytest.mark.parametrize(
