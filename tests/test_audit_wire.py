@@ -131,20 +131,26 @@ def test_what_was_measured_until_then_is_kept(
     assert found["broken"] or found["verdict"] == "fault"
 
 
-def test_interrupted_audits_keep_what_they_have(model: Model, tmp_path: Path) -> None:
-    model.fails, model.after = "hangs", 110
+def _interrupted(model: Model, keep: Path, *more: str, within: float) -> dict[str, Any]:
+    """What an audit says that is sent Ctrl-C when the stand-in begins to fail."""
     program = [sys.executable, "-P", "-m", "hicache_guard.cli.main", "audit", "--url", model.url]
-    program += ["--window", "16", "--keep", str(tmp_path), "--json", "--timeout", "3"]
+    program += ["--window", "16", "--keep", str(keep), "--json", *more]
     with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         while model.asked <= model.after:
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        told, errors = process.communicate(timeout=60)
+        told, errors = process.communicate(timeout=within)
     assert process.returncode == 2, errors
     assert b"Traceback" not in errors
-    found = json.loads(told)
+    found: dict[str, Any] = json.loads(told)
     assert found["broken"] == "interrupted"
+    return found
+
+
+def test_interrupted_audits_keep_what_they_have(model: Model, tmp_path: Path) -> None:
+    model.fails, model.after = "hangs", 110
+    found = _interrupted(model, tmp_path, "--timeout", "3", within=60)
     assert found["scenarios"][0]["verdict"] == "equal"
 
 
@@ -459,16 +465,7 @@ def test_what_broke_off_without_a_fault_is_not_tested(model: Model, audit: Comma
 def test_who_hangs_is_not_waited_for(model: Model, tmp_path: Path) -> None:
     """Ctrl-C while four requests hang. Mutation: threads that are joined: 30 s."""
     model.fails, model.after, model.hangs = "hangs", 100, 30.0
-    program = [sys.executable, "-P", "-m", "hicache_guard.cli.main", "audit", "--url", model.url]
-    program += ["--window", "16", "--keep", str(tmp_path), "--json", "--only", "together"]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        while model.asked <= model.after:
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        told, errors = process.communicate(timeout=15)
-    assert process.returncode == 2, errors
-    assert json.loads(told)["broken"] == "interrupted"
+    _interrupted(model, tmp_path, "--only", "together", within=15)
 
 
 @pytest.mark.parametrize(

@@ -244,26 +244,33 @@ def around(cls: Any, name: str, by: Callable[..., Any]) -> None:
     setattr(cls, name, method)
 
 
-def _triton_kernels(module: Any) -> None:
+def _of_each_backend(module: Any, change: Callable[[Any], None]) -> None:
+    """Have ``change`` called with each Triton backend that is made."""
+
     def made(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> None:
         original(backend, *args, **kwargs)
+        change(backend)
+
+    around(module.TritonAttnBackend, "__init__", made)
+
+
+def _triton_kernels(module: Any) -> None:
+    def replaced(backend: Any) -> None:
         backend.decode_attention_fwd = decode_attention
         backend.extend_attention_fwd = extend_attention
 
-    around(module.TritonAttnBackend, "__init__", made)
+    _of_each_backend(module, replaced)
 
 
 def _draft_windows(module: Any) -> None:
-    def made(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> None:
-        original(backend, *args, **kwargs)
+    def by_depth(backend: Any) -> None:
         backend.extend_attention_fwd = functools.partial(backend.extend_attention_fwd, depths=True)
 
-    around(module.TritonAttnBackend, "__init__", made)
+    _of_each_backend(module, by_depth)
 
 
 def _even_windows(module: Any) -> None:
-    def made(original: Callable[..., Any], backend: Any, *args: Any, **kwargs: Any) -> None:
-        original(backend, *args, **kwargs)
+    def evened(backend: Any) -> None:
         extend, gathered = backend.extend_attention_fwd, backend.sliding_window_size
 
         def even(*args: Any, sliding_window_size: int, **kwargs: Any) -> None:
@@ -273,7 +280,7 @@ def _even_windows(module: Any) -> None:
         if gathered is not None:
             backend.extend_attention_fwd = even
 
-    around(module.TritonAttnBackend, "__init__", made)
+    _of_each_backend(module, evened)
 
 
 def _torch_native(module: Any) -> None:

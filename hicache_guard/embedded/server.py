@@ -193,15 +193,8 @@ class Server:
 
     def _failure(self, what: str) -> ServerError:
         """One line with the last error of the log, and then the end of the log."""
-        said = f"{what}, see {self.log}: {self.last_error() or 'no error is told'}"
-        return ServerError("\n".join([said, *self._lines()[-_TOLD:]]))
-
-    def _lines(self) -> list[str]:
-        return _lines(self.log)
-
-    def last_error(self) -> str:
-        """The last error that its log tells, in one line; nothing where it tells none."""
-        return last_error(self.log)
+        said = f"{what}, see {self.log}: {last_error(self.log) or 'no error is told'}"
+        return ServerError("\n".join([said, *_lines(self.log)[-_TOLD:]]))
 
     def wait(self) -> None:
         """Until it ends by itself: raises ServerError with the end of the log."""

@@ -9,7 +9,7 @@ All lengths are in tokens; tensors named ``…out`` or by what they become are w
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -76,6 +76,15 @@ def verify_greedily(
         accept_token_num[row] = len(accepted) - 1
 
 
+def _parts(
+    rows: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor
+) -> Iterator[tuple[int, slice, slice]]:
+    """Of each row its number, what it has from its start to its end, and where that lies packed."""
+    at = 0
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        yield row, slice(start, end), slice(at, at := at + end - start)
+
+
 def slots_of_rows(
     rows: torch.Tensor,
     table: torch.Tensor,
@@ -85,10 +94,8 @@ def slots_of_rows(
     _width: int,
 ) -> None:
     """One after another into ``out``: what ``table`` has of each row from its start to its end."""
-    at = 0
-    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
-        out[at : at + end - start] = table[row, start:end]
-        at += end - start
+    for row, part, packed in _parts(rows, starts, ends):
+        out[packed] = table[row, part]
 
 
 def slots_to_rows(
@@ -100,10 +107,8 @@ def slots_to_rows(
     _width: int,
 ) -> None:
     """The other way: ``table`` gets them, and ``slots`` are read one after another."""
-    at = 0
-    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist(), strict=True):
-        table[row, start:end] = slots[at : at + end - start]
-        at += end - start
+    for row, part, packed in _parts(rows, starts, ends):
+        table[row, part] = slots[packed]
 
 
 def slots_of_accepted(index: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:

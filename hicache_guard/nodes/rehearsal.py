@@ -30,7 +30,7 @@ from hicache_guard.audit.facts import Facts
 from hicache_guard.audit.wire import WireError
 from hicache_guard.core.errors import ConfigError, GuardError
 from hicache_guard.embedded import models
-from hicache_guard.embedded.server import HICACHE, Server, ServerError
+from hicache_guard.embedded.server import HICACHE, Server, ServerError, last_error
 from hicache_guard.nodes import commands, ranks, workloads
 from hicache_guard.nodes.findings import LogFile
 from hicache_guard.nodes.ranks import Found
@@ -355,7 +355,7 @@ class Rehearsal:
             return Culprit("the router", hangs) if silent > self.hung_after else None
         server = self.servers[name]
         if server.status is not None:
-            said = server.last_error() or "its log tells no error"
+            said = last_error(server.log) or "its log tells no error"
             died = f"died (status {server.status}), see {server.log}: {said}"
             return Culprit(self._of(name), died)
         if silent > self.hung_after:
