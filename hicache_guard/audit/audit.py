@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -110,11 +110,12 @@ class Auditor:
     reference: Reference | None = None
     ended: Callable[[], str] = lambda: ""
 
-    def run(self, chosen: Sequence[Scenario]) -> Audit:
+    def run(self, planned: Mapping[Scenario, Plan | str]) -> Audit:
+        """Play what ``scenarios.planned`` says."""
         begun = time.monotonic()
         audit = Audit(self.wire.url, self.facts, self.seed)
         try:
-            self._run(chosen, audit)
+            self._run(planned, audit)
         except WireError as error:
             audit.broken = str(error)
             if said := self.ended():
@@ -125,26 +126,18 @@ class Auditor:
         audit.seconds = time.monotonic() - begun
         return audit
 
-    def _run(self, chosen: Sequence[Scenario], audit: Audit) -> None:
-        missing = {scenario: scenario.needs(self.facts) for scenario in chosen}
-        plans = {
-            scenario: scenario.plan(self.facts, self.seed)
-            for scenario, why in missing.items()
-            if not why
-        }
-        for scenario, plan in plans.items():
-            if not plan.steps:
-                missing[scenario] = f"its prompts do not fit {self.facts.context} tokens"
+    def _run(self, planned: Mapping[Scenario, Plan | str], audit: Audit) -> None:
+        plans = [plan for plan in planned.values() if isinstance(plan, Plan)]
         # The noise is of short answers.
-        due = sum(-(-ask.tokens // SHORT) for plan in plans.values() for ask in plan.asks())
+        due = sum(-(-ask.tokens // SHORT) for plan in plans for ask in plan.asks())
         self._cold(audit, due)
         assert audit.noise is not None
-        for scenario, why in missing.items():
-            if why:
-                untried = Judgement(Verdict.NOT_TESTED, why)
-                self._add(audit, Result(scenario.name, scenario.purpose, untried))
+        for scenario, plan in planned.items():
+            if isinstance(plan, Plan):
+                self._scenario(audit, scenario, plan, audit.noise)
             else:
-                self._scenario(audit, scenario, plans[scenario], audit.noise)
+                untried = Judgement(Verdict.NOT_TESTED, plan)
+                self._add(audit, Result(scenario.name, scenario.purpose, untried))
         for name, needs in scenarios.UNTRIED.items():
             if said := needs(self.facts):
                 self._add(audit, Result(name, "", Judgement(Verdict.NOT_TESTED, said)))

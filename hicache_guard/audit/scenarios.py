@@ -78,6 +78,16 @@ class Scenario:
         return Plan(self.name, seed, tuple(writer.steps))
 
 
+def planned(chosen: Iterable[Scenario], facts: Facts, seed: int) -> dict[Scenario, Plan | str]:
+    """What each is played by, or why it cannot be tried on a server."""
+    found: dict[Scenario, Plan | str] = {}
+    for scenario in chosen:
+        found[scenario] = scenario.needs(facts) or scenario.plan(facts, seed)
+        if isinstance(plan := found[scenario], Plan) and not plan.steps:
+            found[scenario] = f"its prompts do not fit {facts.context} tokens"
+    return found
+
+
 def _shared(make: Writer) -> None:
     facts = make.facts
     for length in (3 * facts.window + facts.page // 2, 6 * facts.window):

@@ -23,8 +23,9 @@ from hicache_guard.audit import facts, summary
 from hicache_guard.audit.audit import Auditor, Reference
 from hicache_guard.audit.judge import Verdict
 from hicache_guard.audit.page import page
+from hicache_guard.audit.plan import Plan
 from hicache_guard.audit.report import as_data, traced
-from hicache_guard.audit.scenarios import SCENARIOS, Scenario
+from hicache_guard.audit.scenarios import SCENARIOS, Scenario, planned
 from hicache_guard.audit.wire import Wire
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.core.matches import TRACE_VAR, read_trace
@@ -234,7 +235,8 @@ class _Job:
         """
         console = Console(stderr=self.as_json, highlight=False)
         known = facts.ask(wire, window=self.window, vocabulary=self.vocabulary)
-        plans = [one.plan(known, self.seed) for one in self.chosen if not one.needs(known)]
+        todo = planned(self.chosen, known, self.seed)
+        plans = [plan for plan in todo.values() if isinstance(plan, Plan)]
         server = (
             f"{wire.url}: SGLang {known.version}, {known.architecture}, window {known.window}, "
             f"page {known.page}, pools of {known.full_pool:,} and {known.window_pool:,} tokens"
@@ -247,7 +249,7 @@ class _Job:
         live = summary.Live(console)
         with live.progress:
             auditor = Auditor(wire, known, live, self.seed, may_flush, self.shrink, cold, ended)
-            found = auditor.run(self.chosen)
+            found = auditor.run(todo)
         data = as_data(found, _command(wire.url))
         if files := traces():
             data["trace"] = traced(files)

@@ -167,7 +167,7 @@ class Run:
         """What cold answers differ by, measured once a run."""
         if self.ledger.noted("noise"):
             return
-        audit = Auditor(self.wires[0], self.facts, self.watcher, self.workload.seed).run(())
+        audit = Auditor(self.wires[0], self.facts, self.watcher, self.workload.seed).run({})
         if audit.noise is None:
             failed = audit.broken != "interrupted"
             self.client.stop(f"the noise could not be measured: {audit.broken}", failed=failed)
