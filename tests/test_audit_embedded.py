@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,41 @@ def test_an_old_release_is_healthy(tmp_path: Path) -> None:
     status, found = audited(tmp_path, *SHORT, version="0.5.12")
     assert status == 0, found
     assert verdicts(found)["shared-prefix"] == "noise"
+
+
+def traced(folder: Path) -> Iterator[dict[str, Any]]:
+    for file in folder.glob("*.jsonl*"):
+        yield from map(json.loads, file.read_text().splitlines())
+
+
+def from_tiers(found: dict[str, Any], scenario: str) -> int:
+    """Tokens that came back from the host or from files."""
+    compared = next(row for row in found["scenarios"] if row["name"] == scenario)["comparisons"]
+    told = [each["cached_from"] for each in compared]
+    return sum(each.get("host", 0) + each.get("storage", 0) for each in told)
+
+
+def test_what_comes_back_from_the_host_and_from_files_is_right(tmp_path: Path) -> None:
+    """And something does: a load-back that nothing came back for would be `not tested`."""
+    status, found = audited(
+        tmp_path, "--hicache", "write_through", "--storage", "--guard", "enforce",
+        "--only", "load-back", "--only", "storage",
+    )  # fmt: skip
+    assert status == 0, found
+    assert verdicts(found)["load-back"] == verdicts(found)["storage"] == "noise"
+    assert min(from_tiers(found, "load-back"), from_tiers(found, "storage")) > 500
+    assert "violation" not in {record["kind"] for record in traced(tmp_path)}
+
+
+@pytest.mark.slow
+def test_a_file_of_another_prefix_is_found(tmp_path: Path) -> None:
+    """No guard proves what a storage gives back; the audit reads it again cold."""
+    status, found = audited(
+        tmp_path, "--hicache", "write_through", "--storage", "--fault", "storage-swapped",
+        "--no-shrink", "--only", "storage",
+    )  # fmt: skip
+    assert status == 1
+    assert verdicts(found)["storage"] == "fault"
 
 
 @pytest.mark.parametrize("version", ["0.5.23", pytest.param("0.5.18", marks=pytest.mark.slow)])

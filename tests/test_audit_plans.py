@@ -84,3 +84,68 @@ def test_a_plan_fits_its_server(scenario: Scenario, facts: Facts, seed: int) -> 
         assert ask.due < length
         assert ask.due % facts.page == 0 or ask.session
         assert all(0 <= token < facts.vocabulary for token in ask.prompt)
+
+
+class _Tier:
+    """Prefixes of which the least recently used ones make room; a prompt is its first tokens."""
+
+    def __init__(self, room: int, page: int) -> None:
+        self.room, self.page = room, page
+        self.kept: dict[tuple[int, ...], int] = {}
+
+    def holds(self, key: tuple[int, ...]) -> bool:
+        if key in self.kept:
+            self.kept[key] = self.kept.pop(key)
+        return key in self.kept
+
+    def take(self, key: tuple[int, ...], tokens: int) -> None:
+        self.kept[key] = max(-(-tokens // self.page) * self.page, self.kept.pop(key, 0))
+        while sum(self.kept.values()) > self.room:
+            self.kept.pop(next(iter(self.kept)))
+
+
+def _served(facts: Facts, scenario: Scenario) -> list[str]:
+    """From which tiers something comes back for longer prompts, of a server that writes through."""
+    device = _Tier(facts.full_pool, facts.page)
+    host = _Tier(facts.host_tokens * facts.window_pool // facts.full_pool, facts.page)
+    files: dict[tuple[int, ...], tuple[int, ...]] = {}
+    found = []
+    for ask in scenario.plan(facts, 0).asks():
+        key = ask.prompt[:8]
+        if not device.holds(key) and files.get(key) != ask.prompt:
+            found += ["host"] if host.holds(key) else ["storage"] if key in files else []
+        host.holds(key)
+        for tier in (device, host):
+            tier.take(key, len(ask.prompt) + ask.tokens)
+        files.setdefault(key, ask.prompt)
+    return found
+
+
+@pytest.mark.parametrize(("name", "tier"), [("load-back", "host"), ("storage", "storage")])
+@settings(max_examples=60, deadline=None)
+@given(
+    page=st.sampled_from((1, 16, 64)),
+    window=st.integers(16, 4096),
+    pages=st.integers(64, 4096),
+    windowed=st.floats(0.5, 1),
+    ratio=st.floats(3, 4),
+)
+@example(page=16, window=64, pages=96, windowed=0.8, ratio=3.0)  # what `audit --hicache` starts
+def test_a_tier_gives_back_what_it_is_asked_for(
+    name: str, tier: str, page: int, window: int, pages: int, windowed: float, ratio: float
+) -> None:
+    """Expected by two plain caches that forget the least recently used.
+
+    Mutations: so many prompts between that the host, too, has forgotten the old ones (as it was:
+    half of the pool more than it holds, and a host of two pools); so few that the device has not.
+    """
+    full = page * pages
+    facts = _facts(
+        page=page, window=window, full_pool=full, window_pool=int(windowed * pages) * page,
+        context=full - 2 * page, host_tokens=int(ratio * full), storage="file",
+    )  # fmt: skip
+    scenario = next(one for one in SCENARIOS if one.name == name)
+    # Beside prompts of four windows there is no room for more of them in a pool of few windows.
+    if scenario.needs(facts) or full < 24 * (window + page) or full < 1024:
+        return
+    assert _served(facts, scenario)[:1] == [tier]

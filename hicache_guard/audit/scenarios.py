@@ -174,20 +174,49 @@ def _too_large(
     return why
 
 
+def _short(facts: Facts) -> int:
+    """Tokens of a prompt of which a host tier holds more than what fills the device."""
+    return max(2 * facts.window + facts.page, min(facts.context // 3, facts.full_pool // 16))
+
+
 def _load_back(make: Writer) -> None:
     facts, dice = make.facts, make.dice
-    length = max(3 * facts.window, make.longest // 3)
-    olds = [make.tokens(length + number) for number in range(4)]
+    length = min(make.longest, _short(facts))
+    fills = min(MOST, facts.full_pool // length + 1)
+    # As many as the host still has when all of them, and others meanwhile, have come and gone. Its
+    # window pool is to its full pool as those of the device are, and a copy may take as much of it.
+    held = facts.host_tokens * min(facts.full_pool, facts.window_pool) // facts.full_pool
+    room = held // (length + SHORT + facts.page) - fills
+    olds = [make.tokens(length + number) for number in range(max(1, min(4, room // 2)))]
     # Twice: some policies write a prompt to the host when it is hit.
     for _ in range(2):
         make.one_by_one(make.ask(old) for old in olds)
-    fills = min(MOST, int(OVER * facts.full_pool / length) + 1)
     make.one_by_one(make.ask(make.tokens(length)) for _ in range(fills))
     for old in olds:  # back from the host, while others are written
         make.step(make.ask(old + make.tokens(3)), make.ask(make.tokens(length)))
     many = min(MOST, int(OVER * facts.host_tokens / length))
     make.one_by_one(make.ask(make.tokens(length), 1) for _ in range(many))
     make.one_by_one(make.ask(old + make.tokens(dice.randint(1, 9))) for old in olds)
+
+
+def _long(facts: Facts) -> int:
+    return max(3 * facts.window, 2 * facts.context // 3)
+
+
+def _storage(make: Writer) -> None:
+    facts, dice = make.facts, make.dice
+    length = min(2 * make.longest // 3, _long(facts))
+    olds = [make.tokens(length + number) for number in range(4)]
+    for _ in range(2):
+        make.one_by_one(make.ask(old) for old in olds)
+    fills = min(MOST, (facts.full_pool + facts.host_tokens) // length + 2)
+    make.one_by_one(make.ask(make.tokens(length), 1) for _ in range(fills))
+    for old in olds:  # twice at once, while others are written; then a part of what was fetched
+        make.step(
+            make.ask(old + make.tokens(3)), make.ask(old + make.tokens(2)),
+            make.ask(make.tokens(length)),
+        )  # fmt: skip
+        make.step(make.ask(old[: dice.randint(min(facts.window, len(old)), len(old))] + old[:1]))
 
 
 def _leaving(leave: Leave, leaves: int) -> Callable[[Writer], None]:
@@ -341,9 +370,17 @@ def _none_retracted(answers: Sequence[Answer]) -> str:
     return "" if any(answer.retractions for answer in answers) else "no request was retracted"
 
 
-def _none_from_host(answers: Sequence[Answer]) -> str:
-    told = [answer.cached_from for answer in answers if answer.cached_from]
-    return "nothing came from the host" if told and not any(one.get("host") for one in told) else ""
+def _none_from(tier: str) -> Callable[[Sequence[Answer]], str]:
+    def missed(answers: Sequence[Answer]) -> str:
+        told = [answer.cached_from for answer in answers if answer.cached_from]
+        none = told and not any(one.get(tier) for one in told)
+        return f"nothing came from the {tier}" if none else ""
+
+    return missed
+
+
+def _third_tier(facts: Facts) -> str:
+    return "" if facts.storage != "no" else "the server has no third tier"
 
 
 def _hierarchical(facts: Facts) -> str:
@@ -403,7 +440,16 @@ SCENARIOS = (
     ),
     Scenario(
         "load-back", "Prefixes come back from the host while others are written; it runs over",
-        _load_back, _hierarchical, _none_from_host,
+        _load_back,
+        lambda facts: _hierarchical(facts) or _too_large(lambda it: it.full_pool, _short)(facts),
+        _none_from("host"),
+    ),
+    Scenario(
+        "storage", "Prefixes come back from the third tier after device and host ran over",
+        _storage,
+        lambda facts: _third_tier(facts)
+        or _too_large(lambda it: it.full_pool + it.host_tokens, _long)(facts),
+        _none_from("storage"),
     ),
     Scenario("churn", "Long random traffic of all of that over recycled pages", _churn),
 )  # fmt: skip
@@ -416,5 +462,4 @@ def _disaggregation(facts: Facts) -> str:
 #: What is not played for itself, and why; where it says nothing, all that was played had it.
 UNTRIED: dict[str, Callable[[Facts], str]] = {
     "disaggregation": _disaggregation,
-    "storage": lambda facts: "" if facts.storage != "no" else "the server has no third tier",
 }

@@ -45,10 +45,12 @@ from hicache_guard.embedded.server import (
 FAULT, COULD_NOT = 1, 2
 #: Tokens of a chunk of the embedded server: less than most prompts have.
 CHUNK = 128
+#: Host slots for each full slot: room for what drives old prefixes from the device, and for these.
+HOST_RATIO = 3.0
 #: Options that are none of a server that runs, or that is launched.
 EMBEDDED = (
-    "release", "checkout", "model", "page_size", "pool", "hicache", "attention", "speculative",
-    "fault", "guard",
+    "release", "checkout", "model", "page_size", "pool", "hicache", "storage", "attention",
+    "speculative", "fault", "guard",
 )  # fmt: skip
 #: Instead of a key.
 HIDDEN = "HIDDEN"
@@ -75,6 +77,9 @@ def audit(
     hicache: Annotated[
         str, typer.Option(help="Embedded: none, write_through or write_back.")
     ] = "none",
+    storage: Annotated[
+        bool, typer.Option("--storage", help="Embedded: files as a third tier, behind --hicache.")
+    ] = False,
     attention: Annotated[str, typer.Option(help=f"Embedded: {', '.join(ATTENTION)}.")] = "triton",
     speculative: Annotated[
         str, typer.Option(help=f"Embedded: none, {' or '.join(SPECULATIVE)}.")
@@ -168,10 +173,14 @@ def audit(
         raise ConfigError(f"--hicache {hicache}: choose none, write_through or write_back")
     if fault is not None and fault not in faults.FAULTS:
         raise ConfigError(f"--fault {fault}: choose one of {', '.join(faults.FAULTS)}")
-    if fault is not None and faults.FAULTS[fault].needs_host and hicache == "none":
-        raise ConfigError(f"--fault {fault} needs a host tier: add --hicache write_through")
-    if fault is not None and faults.FAULTS[fault].needs_drafts and speculative == "none":
-        raise ConfigError(f"--fault {fault} needs drafts: add --speculative ngram")
+    needs = faults.FAULTS[fault].needs if fault is not None else ()
+    has = {
+        "--hicache": hicache != "none",
+        "--storage": storage,
+        "--speculative": speculative != "none",
+    }
+    if any(not has.get(word, True) for word in needs):
+        raise ConfigError(f"--fault {fault} befalls what is not there: add {' '.join(needs)}")
     if pool - 2 * page_size < facts.LEAST_CONTEXT:
         raise ConfigError(f"--page-size {page_size}: --pool {pool} has too few such pages")
     server = Server(
@@ -181,6 +190,8 @@ def audit(
         max_total_tokens=pool,
         chunked_prefill_size=-(-CHUNK // page_size) * page_size,
         hicache=None if hicache == "none" else hicache,
+        hicache_ratio=HOST_RATIO,
+        storage=storage,
         # A stock one reads full slots of the window pool, and dies beyond its end: C16.
         swa_ratio=1.0 if attention.endswith("stock") else None,
         attention=attention,

@@ -108,6 +108,9 @@ def serve(
     chunked_prefill_size: Annotated[int, typer.Option(min=1)] = 256,
     hicache: Annotated[str | None, typer.Option(help="write_through or write_back.")] = None,
     hicache_ratio: Annotated[float, typer.Option(help="Host slots for each full slot.")] = 2.0,
+    storage: Annotated[
+        bool, typer.Option("--storage", help="Files as a third tier, behind --hicache.")
+    ] = False,
     attention: Annotated[str, typer.Option(help=", ".join(replacements.ATTENTION))] = "triton",
     tree: Annotated[str, typer.Option(help="default or unified.")] = "default",
     speculative: Annotated[
@@ -133,6 +136,7 @@ def serve(
         swa_ratio=swa_ratio,
         chunked_prefill_size=chunked_prefill_size,
         hicache=hicache,
+        storage=storage,
         hicache_ratio=hicache_ratio,
         attention=attention,
         tree=tree,

@@ -39,8 +39,8 @@ Faulty = Callable[..., Any]
 class Fault:
     """``strikes`` makes what replaces the ``methods`` of ``classes``, each time a server starts.
 
-    ``release`` is one that has these; ``needs_host`` a server with a host tier, ``needs_drafts``
-    one that speculates.
+    ``release`` is one that has these, ``needs`` what an audit must be told for a server that can
+    be befallen, and ``scenario`` one that is about what is befallen.
     """
 
     name: str
@@ -50,8 +50,8 @@ class Fault:
     classes: tuple[str, ...]
     methods: tuple[str, ...]
     strikes: Callable[[], Faulty]
-    needs_host: bool = False
-    needs_drafts: bool = False
+    needs: tuple[str, ...] = ()
+    scenario: str = ""
     release: str = "0.5.23"
 
 
@@ -319,7 +319,20 @@ def _drafts_left() -> Faulty:
     return move_kv_cache
 
 
+def _storage_swapped() -> Faulty:
+    due, before = Every(3), dict[str, str]()
+
+    def read_page(original: Original, storage: Any, pool: str, key: str, *place: Any) -> Any:
+        read = before.get(pool, key) if due() else key
+        before[pool] = key
+        return original(storage, pool, read, *place)
+
+    return read_page
+
+
 _ALLOCATOR = ("SWATokenToKVPoolAllocator",)
+_HOST = ("--hicache", "write_through")
+_DRAFTS = ("--speculative", "ngram")
 
 FAULTS = {
     fault.name: fault
@@ -387,24 +400,30 @@ FAULTS = {
         Fault(
             "host-page-twice", "a host page is handed out while another prefix lies in it",
             "host page recycled under a copy", _HOST_POOLS, ("HostKVCache",), ("alloc",),
-            _host_page_twice, needs_host=True,
+            _host_page_twice, _HOST, "load-back",
         ),
         Fault(
             "tail-not-loaded", "the last page of a load-back is not copied",
             "partial load-back", ("sglang.srt.mem_cache.pool_host.mha",
                                   "sglang.srt.mem_cache.memory_pool_host"),
             ("MHATokenToKVPoolHost",), ("load_to_device_per_layer",), _tail_not_loaded,
-            needs_host=True,
+            _HOST, "load-back",
         ),
         Fault(
             "drafts-freed", "window slots of drafts are freed while their request goes on",
             "slots of rejected drafts freed too early", *_SCHEDULER, ("process_batch_result",),
-            _drafts_freed, needs_drafts=True,
+            _drafts_freed, _DRAFTS, "speculation",
         ),
         Fault(
             "drafts-left", "window KV of accepted drafts stays where rejected ones lay before it",
             "accepted drafts not moved", ("sglang.srt.mem_cache.swa_memory_pool",),
-            ("SWAKVPool",), ("move_kv_cache",), _drafts_left, needs_drafts=True,
+            ("SWAKVPool",), ("move_kv_cache",), _drafts_left, _DRAFTS, "speculation",
+        ),
+        Fault(
+            "storage-swapped", "a page of the third tier is read from another page's file",
+            "a key of storage that two prefixes share",
+            ("sglang.srt.mem_cache.hicache_storage",), ("HiCacheFile",), ("_read_page",),
+            _storage_swapped, (*_HOST, "--storage"), "storage",
         ),
     )
 }  # fmt: skip

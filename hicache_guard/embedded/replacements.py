@@ -427,6 +427,9 @@ class _Unpinned(wrapt.ObjectProxy[Any]):
     def tensor(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
         return self.__wrapped__.tensor(*args, **kwargs)
 
+    def zeros(self, *args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+        return self.__wrapped__.zeros(*args, **kwargs)
+
 
 def unpinned(module: Any) -> None:
     module.torch = _Unpinned(module.torch)
@@ -552,6 +555,14 @@ TABLE = (
         when="HiCache",
         modules=_HOST_POOLS,
         make=_host_copies,
+    ),
+    Replacement(
+        "pages unpinned",
+        "torch.zeros, of host pools",
+        "what a page is read from storage into is pinned without asking whether there is a device",
+        when="HiCache with a third tier",
+        modules=_HOST_POOLS,
+        make=unpinned,
     ),
     Replacement(
         "log-probabilities unpinned",

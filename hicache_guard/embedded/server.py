@@ -10,6 +10,7 @@ import atexit
 import json
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -45,6 +46,14 @@ TREES: dict[str, dict[str, str]] = {
 }
 #: When HiCache writes to the host.
 HICACHE = ("write_through", "write_through_selective", "write_back")
+#: A third tier. Files are asked for one token already, or no prompt of an embedded server were
+#: long enough, and waited for, or it would be a matter of time what is found.
+STORAGE: dict[str, Any] = {
+    "hicache_storage_backend": "file",
+    "hicache_storage_prefetch_policy": "wait_complete",
+    "hicache_storage_backend_extra_config": json.dumps({"prefetch_threshold": 1}),
+}
+_STORAGE_VAR = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 #: Where drafts come from, and how a server is asked for them: what was answered before tells how
 #: a text may go on; in a chain of drafts, or (with pages of one token) a tree of them.
 SPECULATIVE: dict[str, dict[str, Any]] = {
@@ -78,6 +87,7 @@ class Server:
         hicache: str | None = None,
         hicache_ratio: float = 2.0,
         hicache_size: int = 0,
+        storage: bool = False,
         attention: str = "triton",
         tree: str = "default",
         speculative: str | None = None,
@@ -93,6 +103,8 @@ class Server:
     ) -> None:
         """``arguments`` are more of ``ServerArgs``, ``folder`` is for the model and the log.
 
+        ``storage``: behind the host tier there are files, in ``folder``; none of an earlier server.
+
         ``role`` is one of ``ROLES``, or both in one. ``port``, and ``bootstrap`` where decode
         servers meet one for prefill, are free ones unless told.
         """
@@ -100,6 +112,8 @@ class Server:
         _one_of("tree", tree, TREES)
         if hicache is not None:
             _one_of("hicache", hicache, HICACHE)
+        elif storage:
+            raise ConfigError("a third tier is behind a host tier: choose a policy for hicache")
         if speculative is not None:
             _one_of("speculative", speculative, SPECULATIVE)
             if ATTENTION[attention] != "triton":
@@ -112,6 +126,7 @@ class Server:
         self.folder = folder or Path(tempfile.mkdtemp(prefix="hicache-guard-embedded-"))
         self.folder.mkdir(parents=True, exist_ok=True)
         self.log = self.folder / "server.log"
+        self._storage = self.folder.absolute() / "storage"
         self.model = _written(model, self.folder / "model")
         self.port = port or free_port()
         self.bootstrap = (bootstrap or free_port()) if role == "prefill" else None
@@ -125,6 +140,7 @@ class Server:
             **replacements.environment(attention, models.module_of(self.model)),
             # of the trees for hybrid models only this one has a host tier
             **TREES["unified" if hicache is not None else tree],
+            **({_STORAGE_VAR: str(self._storage)} if storage else {}),
             **(environment or {}),
         }
         self.arguments = {
@@ -148,6 +164,7 @@ class Server:
             "sleep_on_idle": True,
             **({} if swa_ratio is None else {"swa_full_tokens_ratio": swa_ratio}),
             **({} if hicache is None else _hicache(hicache, hicache_ratio, hicache_size)),
+            **(STORAGE if storage else {}),
             **({} if speculative is None else SPECULATIVE[speculative]),
             **({} if role is None else _disaggregated(role, self.bootstrap)),
             **(arguments or {}),
@@ -162,6 +179,8 @@ class Server:
             sys.executable, "-P", "-m", "hicache_guard.embedded.launch",
             json.dumps(self.arguments),
         ]  # fmt: skip
+        # A file is known by tokens alone, and not by the model whose KV it has.
+        shutil.rmtree(self._storage, ignore_errors=True)
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 command,
