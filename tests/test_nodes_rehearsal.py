@@ -110,6 +110,7 @@ def test_every_topology_can_be_cut_down(name: str, release: str, tmp_path: Path)
         ]
         assert (here.guard, here.release) == (whole.guard, release)
         assert (here.router() is None) == (whole.router() is None)
+        assert here.shape.hicache.tier == whole.shape.hicache.tier
         whys = {one.why for one in found.missing}
         assert "not known to work on a CPU" not in whys
         assert any("tensor-parallel" in one.what for one in found.missing)
@@ -359,6 +360,19 @@ def test_prefill_and_decode_are_rehearsed(release: str, tmp_path: Path) -> None:
     counts = data["runs"]["requests"]["counts"]
     assert counts["answered"] + counts["left"] == 120
     assert {one["what"] for one in data["not_rehearsed"]} > {"8 tensor-parallel ranks"}
+
+
+@pytest.mark.sglang
+@pytest.mark.slow
+def test_a_third_tier_is_rehearsed(tmp_path: Path) -> None:
+    """Its files are written, and read where prompts come again after the host ran over."""
+    fetched("0.5.23")
+    command = [GUARD, "nodes", "rehearse", "l3", "--case", "25889", "--requests", "40", "--json"]
+    command += ["--out", str(tmp_path / "out")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    data = json.loads(done.stdout)
+    assert (done.returncode, data["verdict"]) == (0, "healthy"), data["runs"]
+    assert [*(tmp_path / "out/servers/plain0/storage").glob("*.bin")]
 
 
 @pytest.mark.sglang

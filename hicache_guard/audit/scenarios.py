@@ -370,11 +370,14 @@ def _none_retracted(answers: Sequence[Answer]) -> str:
     return "" if any(answer.retractions for answer in answers) else "no request was retracted"
 
 
-def _none_from(tier: str) -> Callable[[Sequence[Answer]], str]:
+def none_from(*tiers: str) -> Callable[[Sequence[Answer]], str]:
+    """Of answers, that none came even in part from one of some tiers; nothing where that is not
+    told."""
+
     def missed(answers: Sequence[Answer]) -> str:
         told = [answer.cached_from for answer in answers if answer.cached_from]
-        none = told and not any(one.get(tier) for one in told)
-        return f"nothing came from the {tier}" if none else ""
+        none = told and not any(one.get(tier) for one in told for tier in tiers)
+        return f"nothing came from the {' or the '.join(tiers)}" if none else ""
 
     return missed
 
@@ -442,14 +445,14 @@ SCENARIOS = (
         "load-back", "Prefixes come back from the host while others are written; it runs over",
         _load_back,
         lambda facts: _hierarchical(facts) or _too_large(lambda it: it.full_pool, _short)(facts),
-        _none_from("host"),
+        none_from("host"),
     ),
     Scenario(
         "storage", "Prefixes come back from the third tier after device and host ran over",
         _storage,
         lambda facts: _third_tier(facts)
         or _too_large(lambda it: it.full_pool + it.host_tokens, _long)(facts),
-        _none_from("storage"),
+        none_from("storage"),
     ),
     Scenario("churn", "Long random traffic of all of that over recycled pages", _churn),
 )  # fmt: skip

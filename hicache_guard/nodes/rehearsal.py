@@ -145,12 +145,18 @@ class Rehearsal:
         self.rehearsed: Rehearsed = cut(topology, model, self.out / "model")
         self.topology = self.rehearsed.topology
         self.hung_after = hung_after
+        hosts = [
+            server.name
+            for server in self.topology.servers()
+            if server.flags.get("enable-hierarchical-cache")
+        ]
         self.servers = {
             server.name: Server(
                 tree,
                 self.out / "model",
                 max_total_tokens=tokens,
-                hicache=HICACHE[0] if server.flags.get("enable-hierarchical-cache") else None,
+                hicache=HICACHE[0] if server.name in hosts else None,
+                storage=server.name in hosts and self.topology.shape.hicache.tier == "l3",
                 role=None if server.role == "plain" else server.role,
                 port=server.port,
                 bootstrap=server.bootstrap,

@@ -39,6 +39,7 @@ _NO_GPU = "a matter of GPUs"
 _SPECULATION = "no kernel that proposes or verifies drafts runs on a CPU"
 _TEXT = "requests are token ids: nothing is tokenized or parsed"
 _COPIES = "host copies are made in torch, as `embedded explain` says"
+_FILES = "the third tier is files in the server's own folder, for prompts of any length"
 _LINKS = "bytes go over the loopback, by an engine of ours"
 
 #: The first that fits counts; what none fits is left out as unknown.
@@ -50,7 +51,7 @@ RULES = (
     Rule("hicache-mem-layout"),
     Rule("hicache-io-backend", _COPIES),
     Rule("hicache-size", _SIZES),
-    Rule("hicache-storage-*", "a third tier is not embedded: evictions end on the host"),
+    Rule("hicache-storage-*", _FILES),
     Rule("disaggregation-transfer-backend", _LINKS),
     Rule("disaggregation-ib-device", _LINKS),
     Rule("speculative-*", _SPECULATION),
@@ -73,7 +74,7 @@ RULES = (
     Rule("SGLANG_PLUGINS"),
     Rule("SGLANG_ENABLE_SPEC_V2", _SPECULATION),
     Rule("SGLANG_MOONCAKE_*", _LINKS),
-    Rule("SGLANG_HICACHE_FILE_*", "a third tier is not embedded"),
+    Rule("SGLANG_HICACHE_FILE_*", _FILES),
     Rule("MC_*", _LINKS),
     Rule("NCCL_*", "a server is one rank, which speaks to no other"),
 )
@@ -137,7 +138,6 @@ def cut(topology: Topology, model: str, path: Path) -> Rehearsed:
     taken = [*range(first, first + len(servers)), *range(bootstrap, bootstrap + len(servers))]
     router = _free(1, but=taken)
     nothing = Settings({}, {}, ())
-    tier = "l2" if shape.hicache.tier == "l3" else shape.hicache.tier
     here = dataclasses.replace(
         shape,
         model=model,
@@ -151,7 +151,7 @@ def cut(topology: Topology, model: str, path: Path) -> Rehearsed:
             router=router,
             metrics=_free(1, but=[*taken, router]),
         ),
-        hicache=tables.Hicache(tier, shape.hicache.roles, nothing),
+        hicache=dataclasses.replace(shape.hicache, settings=nothing),
         settings=nothing,
         router=None if shape.router is None else {**shape.router, **ROUTER},
     )

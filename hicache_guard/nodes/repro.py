@@ -27,6 +27,7 @@ from hicache_guard.audit.audit import Auditor, Watcher
 from hicache_guard.audit.facts import Facts
 from hicache_guard.audit.judge import Comparison, Judgement, Verdict
 from hicache_guard.audit.plan import Answer, Ask
+from hicache_guard.audit.scenarios import none_from
 from hicache_guard.audit.wire import LostError, RefusedError, Wire, WireError
 from hicache_guard.core.errors import ConfigError
 from hicache_guard.core.matches import read_trace
@@ -227,11 +228,10 @@ class Run:
                 if (cold := self.answers.cold(number, answer)) is not None
             ]
             warm = name.endswith(("load-back", "rewrite"))
-            judged = judge.judge(answers, pairs, self.limit, noise=self._samples, warm=warm)
-            told = sum((Counter(answer.cached_from) for answer in answers), Counter[str]())
-            if name.endswith("load-back") and not judged.verdict.bad and told and not told["host"]:
-                why = "what was cached had not left the device: nothing came from the host"
-                judged = Judgement(Verdict.NOT_TESTED, why)
+            missed = none_from("host", "storage")(answers) if name.endswith("load-back") else ""
+            judged = judge.judge(
+                answers, pairs, self.limit, noise=self._samples, warm=warm, missed=missed
+            )
             rows.append(_Row(name, judged, answers, pairs))
         return rows
 
