@@ -36,7 +36,7 @@ class Rule:
 
 _SIZES = "sized for a GPU's memory; a pool here is of some thousand slots"
 _NO_GPU = "a matter of GPUs"
-_SPECULATION = "no kernel that proposes or verifies drafts runs on a CPU"
+_SPECULATION = "drafts of EAGLE and MTP need a GPU, and n-grams are for one server without a peer"
 _TEXT = "requests are token ids: nothing is tokenized or parsed"
 _COPIES = "host copies are made in torch, as `embedded explain` says"
 _FILES = "the third tier is files in the server's own folder, for prompts of any length"
