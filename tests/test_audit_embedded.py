@@ -41,6 +41,18 @@ def verdicts(found: dict[str, Any]) -> dict[str, str]:
     return {row["name"]: row["verdict"] for row in found["scenarios"] if row["requests"]}
 
 
+def traced(folder: Path) -> Iterator[dict[str, Any]]:
+    for file in folder.glob("*.jsonl*"):
+        yield from map(json.loads, file.read_text().splitlines())
+
+
+def from_tiers(found: dict[str, Any], scenario: str) -> int:
+    """Tokens that came back from the host or from files."""
+    compared = next(row for row in found["scenarios"] if row["name"] == scenario)["comparisons"]
+    told = [each["cached_from"] for each in compared]
+    return sum(each.get("host", 0) + each.get("storage", 0) for each in told)
+
+
 @pytest.fixture(scope="module")
 def patched(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """0.5.23 with all of our patches."""
@@ -54,10 +66,13 @@ def test_a_guarded_and_patched_server_is_healthy(patched: Path, tmp_path: Path) 
     page = tmp_path / "page.html"
     status, found = audited(
         tmp_path, "--checkout", str(patched), "--guard", "enforce", "--html", str(page),
+        "--hicache", "write_through", "--storage", "--only", "load-back", "--only", "storage",
         "--only", "full-pressure", *SHORT,
     )  # fmt: skip
     assert status == 0, found
-    assert set(verdicts(found).values()) == {"noise"}
+    assert set(verdicts(found).values()) == {"noise"}, "also not `not tested`"
+    assert min(from_tiers(found, "load-back"), from_tiers(found, "storage")) > 500
+    assert "violation" not in {record["kind"] for record in traced(tmp_path)}
     hits = {row["name"]: row["hits"] for row in found["scenarios"]}
     assert hits["shared-prefix"] >= 8, "no hit, no audit"
     assert hits["full-pressure"] > 0
@@ -75,30 +90,6 @@ def test_an_old_release_is_healthy(tmp_path: Path) -> None:
     status, found = audited(tmp_path, *SHORT, version="0.5.12")
     assert status == 0, found
     assert verdicts(found)["shared-prefix"] == "noise"
-
-
-def traced(folder: Path) -> Iterator[dict[str, Any]]:
-    for file in folder.glob("*.jsonl*"):
-        yield from map(json.loads, file.read_text().splitlines())
-
-
-def from_tiers(found: dict[str, Any], scenario: str) -> int:
-    """Tokens that came back from the host or from files."""
-    compared = next(row for row in found["scenarios"] if row["name"] == scenario)["comparisons"]
-    told = [each["cached_from"] for each in compared]
-    return sum(each.get("host", 0) + each.get("storage", 0) for each in told)
-
-
-def test_what_comes_back_from_the_host_and_from_files_is_right(tmp_path: Path) -> None:
-    """And something does: a load-back that nothing came back for would be `not tested`."""
-    status, found = audited(
-        tmp_path, "--hicache", "write_through", "--storage", "--guard", "enforce",
-        "--only", "load-back", "--only", "storage",
-    )  # fmt: skip
-    assert status == 0, found
-    assert verdicts(found)["load-back"] == verdicts(found)["storage"] == "noise"
-    assert min(from_tiers(found, "load-back"), from_tiers(found, "storage")) > 500
-    assert "violation" not in {record["kind"] for record in traced(tmp_path)}
 
 
 @pytest.mark.slow
