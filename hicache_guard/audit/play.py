@@ -114,12 +114,9 @@ def reread(wire: Wire, answer: Answer, *, rid: str = "") -> Answer:
     """A cold reading of what was answered; ``rid`` is the name it goes by, if it needs one."""
     found = wire.reread(answer.ask.prompt, answer.output, space=space("cold"), rid=rid)
     if found.cached:
-        shared = "this server does not tell extra keys apart"
-        if found.cached_from.get("storage"):
-            shared = "its storage does not tell extra keys apart (#38577, before SGLang 0.5.20)"
         raise ColdError(
             f"{wire.url}: {found.cached} tokens of a part of the cache that is new were cached: "
-            f"{shared}, so nothing can be compared"
+            "this server does not tell extra keys apart, so nothing can be compared"
         )
     return found
 
