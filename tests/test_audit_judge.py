@@ -53,6 +53,33 @@ def test_quantiles_are_those_of_printed_tables(
     assert judge.t_quantile(probability, freedom) == pytest.approx(printed, abs=2e-3)
 
 
+def readings(*deltas: float) -> list[Answer]:
+    """Cold ones of two tokens, of which the second is off."""
+    return [answer(-1.0, -2.0 + delta) for delta in deltas]
+
+
+def test_what_cold_readings_waver_by_is_noise() -> None:
+    """At its position only; a reading alone is no noise, and what is implausible stays a fault.
+
+    Mutations: the largest for the second largest; all positions alike; no bound.
+    """
+    first, limit = answer(-1.0, -2.0), 1e-5
+    often = judge.wavers(first, readings(0, 0, 2e-4, 0, -2e-4), plausible=1e-3)
+    assert often == pytest.approx((0.0, 2e-4))
+    assert judge.wavers(first, readings(0, 0, 2e-4, 0, 0), plausible=1e-3) == (0.0, 0.0)
+    assert not replace(compared(7e-4), wavers=often).beyond(limit)
+    assert replace(compared(9e-4), wavers=often).beyond(limit), "four times what is usual"
+    assert compared(7e-4).beyond(limit)
+    elsewhere = judge.compare(answer(-1.0 + 7e-4, -2.0), first)
+    assert replace(elsewhere, wavers=often).beyond(limit)
+    wild = judge.wavers(first, readings(0.5, -0.5, math.nan, 0.5), plausible=1e-3)
+    assert replace(compared(2e-3), wavers=wild).beyond(limit)
+    assert replace(compared(math.nan), wavers=wild).beyond(limit)
+    found = judge.judge([], [replace(compared(7e-4), wavers=often)], limit, warm=False)
+    assert found.verdict is Verdict.NOISE
+    assert "1 by as much as their cold readings do" in found.why
+
+
 def test_false_alarms_are_no_more_than_stated(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a rate that can be counted, and without the slack that comes on top."""
     monkeypatch.setattr(judge, "FALSE_ALARMS", 0.05)

@@ -9,6 +9,7 @@ readings that may be cached.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import signal
@@ -87,6 +88,57 @@ def audit(command: Command, model: Model, tmp_path: Path) -> Command:
         )  # fmt: skip
 
     return run
+
+
+def _off(meta: dict[str, Any], by: float) -> None:
+    """The last token, answered or read."""
+    rows = meta["input_token_logprobs"] or meta["output_token_logprobs"]
+    rows[-1][0] += by
+
+
+def _long(meta: dict[str, Any]) -> bool:
+    """Longer than any request by which noise is measured."""
+    return bool(meta["prompt_tokens"] > 100)
+
+
+def test_a_noisy_token_that_no_cold_answer_had_is_no_fault(model: Model, audit: Command) -> None:
+    """It comes out in two ways where it is read: a router between experts that is undecided.
+
+    Mutation: answers that are beyond the limit are not read again.
+    """
+    ways = itertools.cycle((0.0, 5e-4))
+
+    def bend(meta: dict[str, Any]) -> None:
+        if _long(meta):
+            _off(meta, next(ways) if meta["input_token_logprobs"] else 5e-4)
+
+    model.bend = bend
+    done = audit()
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["verdict"]) == (0, "noise"), done.stderr
+    compared = [each for row in found["scenarios"] for each in row["comparisons"]]
+    assert any(max(each["wavers"], default=0) > 2e-4 for each in compared)
+
+
+def test_what_is_cached_and_always_off_is_a_fault_however_little(
+    model: Model, audit: Command
+) -> None:
+    """Also where a cold reading of ten is off as well.
+
+    Mutation: the largest of what readings differ by is taken for noise.
+    """
+    turns = itertools.count(1)
+
+    def bend(meta: dict[str, Any]) -> None:
+        if _long(meta):
+            _off(meta, 5e-4 if meta["cached_tokens"] or next(turns) % 10 == 0 else 0.0)
+
+    model.bend = bend
+    done = audit("--no-shrink")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["verdict"]) == (1, "fault"), done.stderr
+    row = next(row for row in found["scenarios"] if row["name"] == "shared-prefix")
+    assert row["verdict"] == "fault"
 
 
 def test_a_right_server_is_found_right(model: Model, audit: Command, tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ is far above most of it. So what is usual counts, too: a scenario is at fault if
 than of the cold ones, by Fisher's exact test, are beyond ``SLACK`` times what three of four cold
 ones keep. Each of the two has half of the false-alarm rate.
 
+Or only some tokens are noisy, and none of them was among the cold ones. So an answer that is
+beyond the limit is read cold some times more; what these differ by at a position is noise there.
+
 Noise itself can be a fault: no rounding of a type is larger than ``PLAUSIBLE`` says.
 """
 
@@ -73,7 +76,8 @@ class Comparison:
     """A warm answer beside its cold reading, position by position.
 
     ``deltas``: warm less cold log-probability of the token. ``divergence``: Kullback-Leibler, cold
-    against warm, over the tokens that both name, and one for all others.
+    against warm, over the tokens that both name, and one for all others. ``wavers``: what more cold
+    readings differ by, where there are any.
     """
 
     warm: Answer
@@ -81,6 +85,7 @@ class Comparison:
     deltas: tuple[float, ...]
     divergence: tuple[float, ...]
     flips: tuple[Flip, ...]
+    wavers: tuple[float, ...] = ()
 
     @property
     def off(self) -> float:
@@ -107,6 +112,14 @@ class Comparison:
         """The largest of the first so many positions."""
         return max(self.apart[:positions], default=0.0)
 
+    def beyond(self, limit: float) -> bool:
+        """Whether it is a fault beside that limit, and what cold readings of it differ by."""
+        usual = self.wavers or [0.0] * len(self.apart)
+        return any(
+            not apart <= max(limit, SLACK * waver)
+            for apart, waver in zip(self.apart, usual, strict=True)
+        )
+
     @property
     def mean(self) -> float:
         return statistics.fmean(map(abs, self.deltas)) if self.deltas else 0.0
@@ -129,6 +142,17 @@ def compare(warm: Answer, cold: Answer) -> Comparison:
         _divergence(theirs, ours) for ours, theirs in zip(warm.top, cold.top, strict=False)
     )
     return Comparison(warm, cold, deltas, divergence, tuple(flips))
+
+
+def wavers(first: Answer, others: Sequence[Answer], plausible: float) -> tuple[float, ...]:
+    """What cold readings of an answer differ from the first by, position by position.
+
+    The second largest: one may be off for the very fault that is looked for. No more than lets
+    what is not ``plausible`` be a fault still.
+    """
+    deltas = [compare(other, first).deltas for other in others]
+    found = [sorted(map(abs, place))[-2] for place in zip(*deltas, strict=True)]
+    return tuple(min(one, plausible / SLACK) for one in found)
 
 
 def _apart(ours: float, theirs: float) -> float:
@@ -241,14 +265,14 @@ def judge(
     than samples of ``noise``, if there are any. ``warm``: there should be hits among them;
     ``missed``: why they say nothing of what they were to show.
     """
-    worst = max(comparisons, key=lambda each: each.largest, default=None)
     failed = [answer for answer in answers if answer.error]
-    if worst is not None and worst.largest > limit:
+    beyond = [each for each in comparisons if each.beyond(limit)]
+    if beyond:
+        worst = max(beyond, key=lambda each: each.largest)
         at = worst.apart.index(worst.largest)
-        count = sum(each.largest > limit for each in comparisons)
         return Judgement(
             Verdict.FAULT,
-            f"{count} of {len(comparisons)} answers are not what they are cold: "
+            f"{len(beyond)} of {len(comparisons)} answers are not what they are cold: "
             f"{worst.warm.ask.name} is off by {worst.largest:.3g} at position {at} with "
             f"{worst.warm.cached} tokens cached; noise explains {limit:.2g}",
         )
@@ -279,7 +303,7 @@ def judge(
             f"{served or 'none'} of {len(due)} requests found {f'{found:,}' if found else 'any'} "
             f"of the {tokens:,} tokens that were just cached",
         )
-    if worst is None:
+    if not comparisons:
         return Judgement(Verdict.NOT_TESTED, "no answer could be compared")
     hits = sum(each.warm.cached > 0 for each in comparisons)
     if warm and not hits:
@@ -287,10 +311,14 @@ def judge(
     if missed:
         return Judgement(Verdict.NOT_TESTED, missed)
     accepted, made = (sum(answer.drafts[part] for answer in answers) for part in (0, 1))
-    verdict = Verdict.EQUAL if worst.largest == 0 else Verdict.NOISE
+    largest = max(each.largest for each in comparisons)
+    verdict = Verdict.EQUAL if largest == 0 else Verdict.NOISE
+    wavering = sum(each.largest > limit for each in comparisons)
+    noisy = f"; {wavering} by as much as their cold readings do" if wavering else ""
     guessed = f"; {accepted:,} of {made:,} drafts were accepted" if made else ""
     return Judgement(
         verdict,
-        f"{len(comparisons)} answers, {hits} with a hit, differ by {worst.largest:.2g} at most"
+        f"{len(comparisons)} answers, {hits} with a hit, differ by {largest:.2g} at most"
+        + noisy
         + guessed,
     )

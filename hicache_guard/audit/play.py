@@ -121,6 +121,12 @@ def reread(wire: Wire, answer: Answer, *, rid: str = "") -> Answer:
     return found
 
 
+def read_again(wire: Wire, answer: Answer, most: int) -> Iterator[Answer]:
+    """More cold readings of an answer: one alone, two together, and so on up to so many."""
+    for count in range(1, most + 1):
+        yield from _together([partial(reread, wire, answer)] * count)
+
+
 def read_all(wire: Wire, answers: Iterable[Answer]) -> Iterator[tuple[Answer, Answer]]:
     """Each whole answer with its cold reading, as it comes; but such as nothing was told of."""
     for answer in answers:

@@ -169,6 +169,7 @@ def _comparison(each: Comparison) -> dict[str, Any]:
         "unread": list(each.cold.unread),
         "divergence": [_finite(one) for one in each.divergence],
         "flips": [asdict(flip) for flip in each.flips],
+        "wavers": list(each.wavers),
     }
 
 

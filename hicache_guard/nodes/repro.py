@@ -364,7 +364,7 @@ class Run:
         ]
         for row in rows:
             for each in row.comparisons:
-                if each.largest > self.limit:
+                if each.beyond(self.limit):
                     record = self.ledger.outcomes[int(each.warm.ask.name)]
                     text = f"off by {each.largest:.3g} with {each.warm.cached} tokens cached"
                     events.append(_event(record) | {"kind": "corrupt", "text": text})
