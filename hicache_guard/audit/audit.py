@@ -95,6 +95,15 @@ class Audit:
         return len(answers), tokens
 
 
+def looked_at(wire: Wire, compared: Comparison, noise: Noise) -> Comparison:
+    """With what more cold readings differ by, unless the noise alone decides."""
+    if noise.decides(compared):
+        return compared
+    readings = [*play.read_again(wire, compared.warm, SHAPES)]
+    wavers = judge.wavers(compared.cold, readings, noise.plausible)
+    return replace(compared, wavers=wavers)
+
+
 @dataclass
 class Auditor:
     """How an audit is made.
@@ -248,13 +257,10 @@ class Auditor:
         far = [
             (each.largest, place)
             for place, each in enumerate(result.comparisons)
-            if noise.limit < each.largest <= noise.plausible
+            if not noise.decides(each)
         ]
         for _, place in sorted(far, reverse=True)[:SUSPECTS]:
-            each = result.comparisons[place]
-            readings = [*play.read_again(self.wire, each.warm, SHAPES)]
-            wavers = judge.wavers(each.cold, readings, noise.plausible)
-            result.comparisons[place] = replace(each, wavers=wavers)
+            result.comparisons[place] = looked_at(self.wire, result.comparisons[place], noise)
 
     def _judged(self, result: Result, scenario: Scenario, noise: Noise, broken: str) -> Judgement:
         """Of a scenario that is ``broken`` off only what is wrong already can be said."""

@@ -191,6 +191,10 @@ class Noise:
     def largest(self) -> float:
         return max(self.samples, default=0.0)
 
+    def decides(self, compared: Comparison) -> bool:
+        """Whether no more needs to be known of an answer: it is within, or beyond any rounding."""
+        return not self.limit < compared.largest <= self.plausible
+
 
 def noise(samples: Sequence[float], *, dtype: str, comparisons: int) -> Noise:
     """The noise that an audit measured, for as many ``comparisons`` as it will make."""
@@ -276,10 +280,12 @@ def judge(
             f"{worst.warm.ask.name} is off by {worst.largest:.3g} at position {at} with "
             f"{worst.warm.cached} tokens cached; noise explains {limit:.2g}",
         )
-    if often := unusual(noise, [each.largest_of(SHORT) for each in comparisons]):
+    # Those that waver are explained.
+    steady = [each.largest_of(SHORT) for each in comparisons if not each.wavers]
+    if often := unusual(noise, steady):
         return Judgement(
             Verdict.FAULT,
-            f"{often[0]} of {len(comparisons)} answers differ by more than {often[1]:.2g} from "
+            f"{often[0]} of {len(steady)} answers differ by more than {often[1]:.2g} from "
             "what they are cold, and that is unusual of cold ones",
         )
     if failed:

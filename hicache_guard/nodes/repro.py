@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from typing import Any
 from hicache_guard import __version__
 from hicache_guard.audit import facts as facts_of
 from hicache_guard.audit import judge, play
-from hicache_guard.audit.audit import Auditor, Watcher
+from hicache_guard.audit.audit import Auditor, Watcher, looked_at
 from hicache_guard.audit.facts import Facts
-from hicache_guard.audit.judge import Comparison, Judgement, Verdict
+from hicache_guard.audit.judge import Comparison, Judgement, Noise, Verdict
 from hicache_guard.audit.plan import Answer, Ask
 from hicache_guard.audit.scenarios import none_from
 from hicache_guard.audit.wire import LostError, RefusedError, Wire, WireError
@@ -199,8 +199,10 @@ class Run:
             if answer is None or not answer.whole or number in self.ledger.reads:
                 continue
             rid = f"{self.client.space}-{number}.0{session}"
+            wire = self.wires[number % len(self.wires)]
             try:
-                cold = play.reread(self.wires[number % len(self.wires)], answer, rid=rid)
+                cold = play.reread(wire, answer, rid=rid)
+                found = looked_at(wire, judge.compare(answer, cold), self._known_noise)
             except (LostError, RefusedError) as error:
                 self.client.stop(f"a cold reading failed: {error}", failed=True)
             except WireError as error:
@@ -208,8 +210,9 @@ class Run:
             else:
                 top = [[*each.items()] for each in cold.top]
                 self.ledger.note(
-                    "read", n=number, logprobs=cold.logprobs, top=top, unread=cold.unread
-                )
+                    "read", n=number, logprobs=cold.logprobs, top=top, unread=cold.unread,
+                    wavers=found.wavers,
+                )  # fmt: skip
                 self.watcher.goes_on()
 
     # -- what came of it -------------------------------------------------------------------------
@@ -223,7 +226,7 @@ class Run:
         for name, numbers in self._groups():
             answers = [self.answers[number] for number in numbers]
             pairs = [
-                judge.compare(answer, cold)
+                replace(judge.compare(answer, cold), wavers=self.answers.wavers(number))
                 for number, answer in zip(numbers, answers, strict=True)
                 if (cold := self.answers.cold(number, answer)) is not None
             ]
@@ -250,8 +253,12 @@ class Run:
     @property
     def limit(self) -> float:
         """The largest difference that is no fault."""
+        return self._known_noise.limit
+
+    @property
+    def _known_noise(self) -> Noise:
         count = max(1, len(self.workload.checked))
-        return judge.noise(self._samples, dtype=self.facts.dtype, comparisons=count).limit
+        return judge.noise(self._samples, dtype=self.facts.dtype, comparisons=count)
 
     @property
     def _samples(self) -> list[float]:
@@ -472,6 +479,10 @@ class _Answers(Mapping[int, Answer]):
             finish="reread",
             unread=tuple(record["unread"]),
         )
+
+    def wavers(self, number: int) -> tuple[float, ...]:
+        """What more cold readings of an answer differ by, where there are any."""
+        return tuple(self.ledger.reads[number].get("wavers", ()))
 
 
 def _outcome(record: Mapping[str, Any]) -> str:
