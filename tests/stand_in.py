@@ -126,6 +126,17 @@ class Handler(BaseHTTPRequestHandler):
                 for _ in range(100):
                     self.wfile.write(b" ")
                     time.sleep(0.1)
+        elif failing == "headers":
+            with suppress(OSError):
+                self.wfile.write(b"HTTP/1.1 200 OK\r\n")
+                for part in range(80):
+                    self.wfile.write(b"X-%d: more\r\n" % part)
+                    time.sleep(0.5)
+        elif failing == "redirects":
+            self.send_response(307)
+            self.send_header("Location", "http://elsewhere/generate")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
         elif failing == "500":
             self._send(b"Traceback (most recent call last):\n  boom", 500)
         elif failing == "garbage":

@@ -118,7 +118,7 @@ def test_long_tails_hide_no_fault_that_is_not_as_rare() -> None:
     for kept, verdict in ((100, Verdict.NOISE), (50, Verdict.FAULT)):
         pairs = [compared(min(_long_tailed(dice), 0.9), cached=1) for _ in range(kept)]
         pairs += [compared(0.4, cached=1)] * (100 - kept)
-        assert judge.judge([], pairs, noise.limit, noise=samples).verdict is verdict
+        assert judge.judge([], pairs, noise.limit, noise=noise).verdict is verdict
         assert judge.judge([], pairs, noise.limit).verdict is Verdict.NOISE
 
 
@@ -130,8 +130,21 @@ def test_what_is_unusual_is_no_more_than_stated(monkeypatch: pytest.MonkeyPatch)
     dice, audits, alarms = random.Random(3), 1000, 0
     for _ in range(audits):
         samples, warm = ([_long_tailed(dice) for _ in range(count)] for count in (48, 60))
-        alarms += judge.unusual(samples, warm) is not None
+        noise = judge.noise(samples, dtype="float32", comparisons=1)
+        alarms += judge.unusual(noise, warm) is not None
     assert alarms / audits < 0.1
+
+
+@pytest.mark.parametrize(("dtype", "step"), [("bfloat16", 1 / 16), ("float16", 1 / 128)])
+def test_steps_of_a_type_are_no_spread(dtype: str, step: float) -> None:
+    """Logits of 8 to 16 are multiples of 2**-4, with 8 bits, or of 2**-7, with 11: most cold
+    answers differ by nothing, some by a step. Mutation: the least of float32 for all types.
+    """
+    samples = [0.0] * 36 + [step] * 12
+    noise = judge.noise(samples, dtype=dtype, comparisons=500)
+    assert 4 * step <= noise.limit < 16 * step
+    assert not compared(2 * step).beyond(noise.limit)
+    assert compared(16 * step).beyond(noise.limit)
 
 
 def test_slack_is_kept_of_even_noise() -> None:

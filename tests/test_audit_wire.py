@@ -167,11 +167,14 @@ def test_a_right_server_is_found_right(model: Model, audit: Command, tmp_path: P
         ("deep", "not JSON"),
         ("other", "not what SGLang answers"),
         ("list", "not what SGLang answers"),
+        ("headers", "no answer within 1 s"),
+        ("redirects", "it redirects to http://elsewhere/generate; give that URL"),
     ],
 )
 def test_what_was_measured_until_then_is_kept(
     model: Model, audit: Command, fails: str, said: str
 ) -> None:
+    """Mutations: redirects are followed; nobody looks at the time while headers come."""
     model.fails, model.after = fails, 110  # the cold part is 97 or so
     done = audit()
     assert done.returncode in (1, 2), done.stderr
@@ -547,6 +550,7 @@ def test_nothing_that_a_server_says_of_itself_is_a_traceback(
     "change",
     [
         {"cached_tokens": math.inf}, {"cached_tokens": "x"}, {"cached_tokens_details": [1]},
+        {"cached_tokens": -5}, {"cached_tokens": 10**6}, {"cached_tokens": True},
         {"output_token_logprobs": [[-1.0, 1e400, None]] * 8}, {"output_token_logprobs": "x"},
         {"output_token_logprobs": [[{}, 1, None]]}, {"finish_reason": "abort"},
         {"output_top_logprobs": 5},

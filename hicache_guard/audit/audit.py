@@ -265,7 +265,7 @@ class Auditor:
     def _judged(self, result: Result, scenario: Scenario, noise: Noise, broken: str) -> Judgement:
         """Of a scenario that is ``broken`` off only what is wrong already can be said."""
         found = judge.judge(
-            result.answers, result.comparisons, noise.limit, noise=noise.samples,
+            result.answers, result.comparisons, noise.limit, noise=noise,
             missed=scenario.missed(result.answers),
         )  # fmt: skip
         if broken and found.verdict is not Verdict.FAULT:

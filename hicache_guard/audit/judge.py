@@ -37,8 +37,10 @@ FALSE_ALARMS = 1e-3
 SLACK = 4.0
 #: The part of noise that is usual, and the most scenarios that are judged by that.
 USUAL, SCENARIOS = 0.75, 20
-#: Differences in log-probability below this are none: some units in the last place of a float32.
-LEAST = 1e-6
+#: Differences in log-probability below this are none, by the type: some units in the last place of
+#: a float32; of the others one step of a logit of 8 to 16, which knows no smaller differences.
+LEAST = {"float32": 1e-6, "float16": 2**-7, "bfloat16": 2**-4}
+LEAST_ELSE = 2**-4
 #: The largest difference in log-probability that rounding explains, by the type of the KV.
 PLAUSIBLE = {"float32": 1e-3, "float16": 0.2, "bfloat16": 1.0}
 PLAUSIBLE_ELSE = 1.0
@@ -182,6 +184,7 @@ class Noise:
     limit: float
     plausible: float
     comparisons: int
+    least: float
 
     @property
     def implausible(self) -> int:
@@ -199,7 +202,8 @@ class Noise:
 def noise(samples: Sequence[float], *, dtype: str, comparisons: int) -> Noise:
     """The noise that an audit measured, for as many ``comparisons`` as it will make."""
     plausible = PLAUSIBLE.get(dtype, PLAUSIBLE_ELSE)
-    kept = [max(sample, LEAST) for sample in samples if sample <= plausible]
+    least = LEAST.get(dtype, LEAST_ELSE)
+    kept = [max(sample, least) for sample in samples if sample <= plausible]
     limit = plausible
     if len(kept) >= 8:
         logs = [math.log(sample) for sample in kept]
@@ -207,7 +211,7 @@ def noise(samples: Sequence[float], *, dtype: str, comparisons: int) -> Noise:
         quantile = t_quantile(1 - FALSE_ALARMS / 2 / max(1, comparisons), len(logs) - 1)
         predicted = math.exp(statistics.fmean(logs) + quantile * spread)
         limit = min(plausible, max(predicted, SLACK * max(kept)))
-    return Noise(tuple(samples), limit, plausible, comparisons)
+    return Noise(tuple(samples), limit, plausible, comparisons, least)
 
 
 def t_quantile(probability: float, freedom: int) -> float:
@@ -222,17 +226,18 @@ def t_quantile(probability: float, freedom: int) -> float:
     return sum(term / float(freedom) ** power for power, term in enumerate(terms))
 
 
-def unusual(noise: Sequence[float], warm: Sequence[float]) -> tuple[int, float] | None:
-    """How many of ``warm`` are beyond what is usual of ``noise``, and where that begins.
+def unusual(noise: Noise, warm: Sequence[float]) -> tuple[int, float] | None:
+    """How many of ``warm`` are beyond what is usual of the noise, and where that begins.
 
     None where it is no more than chance gives. Both are the largest differences of answers of the
     same length.
     """
-    if not noise or not warm:
+    cold = noise.samples
+    if not cold or not warm:
         return None
-    usual = SLACK * max(sorted(noise)[int(USUAL * len(noise))], LEAST)
-    beyond, of_noise = (sum(not one <= usual for one in some) for some in (warm, noise))
-    chance = by_chance(beyond, len(warm), of_noise, len(noise))
+    usual = SLACK * max(sorted(cold)[int(USUAL * len(cold))], noise.least)
+    beyond, of_noise = (sum(not one <= usual for one in some) for some in (warm, cold))
+    chance = by_chance(beyond, len(warm), of_noise, len(cold))
     return (beyond, usual) if chance < FALSE_ALARMS / 2 / SCENARIOS else None
 
 
@@ -259,14 +264,14 @@ def judge(
     comparisons: Sequence[Comparison],
     limit: float,
     *,
-    noise: Sequence[float] = (),
+    noise: Noise | None = None,
     warm: bool = True,
     missed: str = "",
 ) -> Judgement:
     """Of all answers of a scenario, and those of them that could be compared.
 
     What differs by more than ``limit`` is a fault, and so are more of them beyond what is usual
-    than samples of ``noise``, if there are any. ``warm``: there should be hits among them;
+    than of the ``noise``, if that is given. ``warm``: there should be hits among them;
     ``missed``: why they say nothing of what they were to show.
     """
     failed = [answer for answer in answers if answer.error]
@@ -282,7 +287,7 @@ def judge(
         )
     # Those that waver are explained.
     steady = [each.largest_of(SHORT) for each in comparisons if not each.wavers]
-    if often := unusual(noise, steady):
+    if noise is not None and (often := unusual(noise, steady)):
         return Judgement(
             Verdict.FAULT,
             f"{often[0]} of {len(steady)} answers differ by more than {often[1]:.2g} from "

@@ -10,9 +10,10 @@ from __future__ import annotations
 import functools
 import json
 import math
+import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from http.client import HTTPException
@@ -100,10 +101,16 @@ class Wire:
         self, method: str, path: str, patience: float | None = None, **options: Any
     ) -> requests.Response:
         patience = self.timeout if patience is None else patience
+        session = self._session()
+        call = functools.partial(
+            session.request, method, self.url + path,
+            timeout=(CONNECT, patience), allow_redirects=False, **options,
+        )  # fmt: skip
         try:
-            answer = self._session().request(
-                method, self.url + path, timeout=(CONNECT, patience), **options
-            )
+            answer = _within(CONNECT + patience, call)
+        except _Endless:
+            self._local.session = None  # its line is still in use
+            raise LostError(f"{self.url}{path}: no answer within {patience:g} s") from None
         except (
             requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError,
         ) as error:  # fmt: skip
@@ -123,6 +130,8 @@ class Wire:
             with suppress(LostError):
                 said = next(self._parts(answer, patience), b"")
         text = said[:200].decode(errors="replace").strip()
+        if answer.is_redirect:
+            text = f"it redirects to {printable(answer.headers['location'])[:200]}; give that URL"
         why = f"{self.url}{path}: status {answer.status_code}: {text}"
         if answer.status_code in BUSY:
             raise RefusedError(why, answer.status_code)
@@ -331,7 +340,7 @@ class Wire:
                 tuple(output),
                 tuple(_number(row[0]) for row in rows),
                 tuple(_top(row) for row in tops),
-                int(meta["cached_tokens"]),
+                _cached(meta, len(prompt) + len(output)),
                 finish="reread",
                 unread=unread,
             )
@@ -399,6 +408,30 @@ def _events(parts: Iterator[bytes]) -> Iterator[Any]:
                     raise LostError(f"a streamed answer broke off: {error}") from None
 
 
+class _Endless(Exception):
+    """No answer began in time, though parts of one came."""
+
+
+def _within(seconds: float, call: Callable[[], requests.Response]) -> requests.Response:
+    """What it returns. A time-out of ``requests`` is for each part of a header, not for all."""
+    found: queue.SimpleQueue[requests.Response | BaseException] = queue.SimpleQueue()
+
+    def make() -> None:
+        try:
+            found.put(call())
+        except BaseException as error:
+            found.put(error)
+
+    threading.Thread(target=make, daemon=True).start()
+    try:
+        one = found.get(timeout=seconds)
+    except queue.Empty:
+        raise _Endless from None
+    if isinstance(one, BaseException):
+        raise one
+    return one
+
+
 def _unconnected(error: requests.RequestException) -> bool:
     """Whether there was no connection yet, so that nothing can have been sent."""
     told = error.args[0] if error.args else None
@@ -424,6 +457,14 @@ def _number(logprob: Any) -> float:
     return math.nan if logprob is None else float(logprob)
 
 
+def _cached(meta: dict[str, Any], of: int) -> int:
+    """How many tokens of a prompt of so many were cached."""
+    told = meta["cached_tokens"]
+    if isinstance(told, bool) or not isinstance(told, int) or not 0 <= told <= of:
+        raise ValueError(f"{str(told)[:20]} tokens of {of} were cached")
+    return told
+
+
 def _drafts(meta: dict[str, Any], which: str) -> int:
     return int(meta.get(f"spec_num_{which}_drafts") or 0)
 
@@ -442,7 +483,7 @@ def _answer(ask: Ask, found: Any, url: str) -> Answer:
             tuple(int(row[1]) for row in rows),
             tuple(_number(row[0]) for row in rows),
             tuple(_top(row) for row in meta.get("output_top_logprobs") or ()),
-            int(meta["cached_tokens"]),
+            _cached(meta, max(len(ask.prompt), int(meta.get("prompt_tokens") or 0))),
             {name: int(part) for name, part in details.items() if isinstance(part, int)},
             reason,
             prompt_tokens=int(meta.get("prompt_tokens") or 0),

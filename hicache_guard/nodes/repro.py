@@ -233,7 +233,7 @@ class Run:
             warm = name.endswith(("load-back", "rewrite"))
             missed = none_from("host", "storage")(answers) if name.endswith("load-back") else ""
             judged = judge.judge(
-                answers, pairs, self.limit, noise=self._samples, warm=warm, missed=missed
+                answers, pairs, self.limit, noise=self._known_noise, warm=warm, missed=missed
             )
             rows.append(_Row(name, judged, answers, pairs))
         return rows
